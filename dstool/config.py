@@ -1,0 +1,448 @@
+"""The run file `dstool.yaml`: its sections, and the one loader that every command uses.
+
+Values come from, each over the one before: defaults < the file < `KEY=VALUE` words < flags.
+The fields of `train:` are those of `transformers.TrainingArguments`, read from the source of the
+installed version, since importing it takes seconds.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
+from operator import or_
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from dstool.errors import ConfigError, MissingDependency
+
+RUN_FILE = "dstool.yaml"
+
+Task = Literal["text-classification", "causal-lm"]
+Dtype = Literal["fp32", "bf16", "fp16"]
+FileFormat = Literal["safetensors", "bin"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelSection(_Section):
+    """What is trained, and for which task."""
+
+    task: Task = Field("text-classification", description="what the model is trained to do")
+    name: str | None = Field(None, description="a model folder, or a name on the Hugging Face hub")
+    from_scratch: dict[str, Any] | None = Field(
+        None, description="instead of a name: the model's config (`model_type` and sizes), for random weights"
+    )
+    tokenizer: str | None = Field(
+        None, description="a tokenizer's folder or name; default: the model's, or one trained on the data"
+    )
+    revision: str | None = Field(None, description="the branch, tag or commit on the hub")
+    trust_remote_code: bool = Field(False, description="run the Python code that comes with the model")
+
+
+class DataSection(_Section):
+    """Where the text is, and how it becomes batches."""
+
+    train: str | list[str] | None = Field(
+        None, description="a file, folder, glob, list of these, hub name, or sample:NAME"
+    )
+    eval: str | list[str] | None = Field(None, description="held-out data, in the same forms")
+    eval_split: float = Field(
+        0.0, ge=0.0, lt=1.0, description="without `eval`: this fraction of train is held out"
+    )
+    text_column: str = Field("text", description="the column with the text")
+    text_pair_column: str | None = Field(None, description="the column with a second text, for pairs")
+    label_column: str = Field("label", description="the column with the label (classification)")
+    encoding: str = Field("utf-8", description="of csv, tsv, jsonl and text files; Korean files may be cp949")
+    skip_bad_rows: bool = Field(
+        False, description="leave out rows without text or label, instead of stopping"
+    )
+    max_length: int | None = Field(None, gt=0, description="tokens per text (classification); default: 512")
+    block_size: int | None = Field(None, gt=1, description="tokens per block (causal-lm); default: 1024")
+    hub_config: str | None = Field(None, description="the configuration of a hub data set")
+    hub_train_split: str = Field("train", description="the split of a hub data set to train on")
+    hub_eval_split: str | None = Field(None, description="the split of the hub data set to evaluate on")
+
+
+class TrainSection(_Section):
+    """dstool's own keys of `train:`; those of `TrainingArguments` are added to them by the loader."""
+
+    output_dir: str = Field("out", description="the run's folder: checkpoints, final model, settings")
+    save_fp32: bool = Field(False, description="also leave the fp32 weights, in OUTPUT_DIR/fp32")
+    save_first_step: bool = Field(False, description="also save a checkpoint after the first step")
+
+    def arguments(self) -> dict[str, Any]:
+        """The fields given for `transformers.TrainingArguments`, under its own names."""
+        own = {"save_fp32", "save_first_step"}
+        return {"output_dir": self.output_dir, **self.model_dump(exclude_unset=True, exclude=own)}
+
+
+class ConsolidateSection(_Section):
+    """How a ZeRO checkpoint becomes weights."""
+
+    output_dir: str | None = Field(None, description="default: consolidated/NAME in the run's folder")
+    dtype: Dtype = Field("fp32", description="of the weights written")
+    max_shard_size: str = Field("5GB", description="the largest file written")
+    format: FileFormat = Field("safetensors", description="of the files written")
+
+
+class MergeSection(_Section):
+    """How a folder that `from_pretrained` loads is made."""
+
+    input_dir: str | None = Field(None, description="a checkpoint, run folder or model folder")
+    output_dir: str | None = Field(None, description="where the model goes")
+    dtype: Dtype | None = Field(None, description="default: the dtype that the model was trained in")
+    max_shard_size: str = Field("5GB", description="the largest file written")
+
+
+class InferSection(_Section):
+    """How the model is put to work."""
+
+    model: str | None = Field(None, description="default: the newest weights of the run")
+    dtype: Dtype | None = Field(None, description="default: the model's, where this machine supports it")
+    batch_size: int = Field(8, gt=0, description="texts at a time")
+    max_length: int | None = Field(None, gt=0, description="tokens of a text that are read")
+    max_new_tokens: int = Field(64, gt=0, description="tokens that are generated at most")
+    do_sample: bool = Field(False, description="sample, rather than take the likeliest token")
+    temperature: float = Field(1.0, gt=0, description="of the sampling")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample among the likeliest tokens of this mass")
+    seed: int = Field(42, description="of the sampling")
+
+
+class Config(_Section):
+    """A whole run file."""
+
+    model: ModelSection = Field(default_factory=ModelSection)
+    data: DataSection = Field(default_factory=DataSection)
+    train: TrainSection = Field(default_factory=TrainSection)
+    deepspeed: str | dict[str, Any] | None = Field(
+        None, description="the DeepSpeed JSON: a path, or the same mapping written here"
+    )
+    consolidate: ConsolidateSection = Field(default_factory=ConsolidateSection)
+    merge: MergeSection = Field(default_factory=MergeSection)
+    infer: InferSection = Field(default_factory=InferSection)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A config, the file it came from, and for each key given the place that gave it."""
+
+    config: Config
+    path: Path | None
+    sources: Mapping[str, str]
+
+
+# --- the loader ----------------------------------------------------------------------------------
+
+
+def load(
+    path: Path | str | None = None,
+    *,
+    words: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    required: bool = True,
+) -> Loaded:
+    """Read the run file and lay the words and flags of the command line over it.
+
+    Args:
+        path: the run file; by default `dstool.yaml` in the current folder.
+        words: `section.key=value`, the value as YAML.
+        flags: values by dotted key; None means not given.
+        required: whether a run file must exist.
+
+    Raises:
+        ConfigError: with every problem of the file, words and flags, one a line.
+    """
+    file = _find_run_file(path, required=required)
+    values, sources = _read_file(file) if file else ({}, {})
+    if file and file.parent.resolve() != Path.cwd():
+        _rebase(values, file.parent)
+    for word in words:
+        key, value = _parse_word(word)
+        _put(values, key, value)
+        sources[key] = "command line"
+    for key, value in (flags or {}).items():
+        if value is not None:
+            _put(values, key, value)
+            sources[key] = f"--{key.rpartition('.')[2].replace('_', '-')}"
+    config = _validate(values, str(file or RUN_FILE), sources)
+    return Loaded(config, file, sources)
+
+
+def _find_run_file(path: Path | str | None, *, required: bool) -> Path | None:
+    file = Path(path or RUN_FILE)
+    if file.is_file():
+        return file
+    if path is not None:
+        raise ConfigError(f"{path}: no such run file", hint="dstool init-config")
+    if required:
+        raise ConfigError(
+            f"no {RUN_FILE} in {Path.cwd()}", hint="dstool init-config writes one, --config names another"
+        )
+    return None
+
+
+def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The file's values, and `FILE:LINE` for each dotted key in it."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+        root = yaml.compose(text, Loader=_Loader)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 (byte {error.start})", hint="save it as UTF-8") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else str(file)
+        raise ConfigError(f"{place}: {error.problem or 'not YAML'}") from None
+    except (yaml.YAMLError, OSError) as error:
+        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from None
+    if root is None:
+        raise ConfigError(f"{file} is empty", hint="dstool init-config --force")
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{file}: must hold `section: ...` lines", hint="dstool init-config --force")
+    sources = {key: f"{file}:{line}" for key, line in _lines(root, str(file))}
+    values: dict[str, Any] = _Loader("").construct_document(root)
+    return values, sources
+
+
+def _lines(node: yaml.MappingNode, file: str, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Each dotted key below `node` with its line, from 1; a key given twice is an error."""
+    seen: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        key, line = f"{prefix}{key_node.value}", key_node.start_mark.line + 1
+        if key in seen:
+            raise ConfigError(f"{file}: {key}: given twice, in lines {seen[key]} and {line}")
+        seen[key] = line
+        yield key, line
+        if isinstance(value_node, yaml.MappingNode):
+            yield from _lines(value_node, file, f"{key}.")
+
+
+def _rebase(values: dict[str, Any], base: Path) -> None:
+    """Make the paths of a run file in another folder, which are relative to it, fit the current one."""
+    for key in _INPUT_PATHS + _OUTPUT_PATHS:
+        section, _, name = key.rpartition(".")
+        holder = values.get(section) if section else values
+        if not isinstance(holder, dict):
+            continue
+        value = holder.get(name)
+        if isinstance(value, str) and (key in _OUTPUT_PATHS or (base / value).exists()):
+            holder[name] = str(base / value)
+        elif isinstance(value, list):
+            holder[name] = [str(base / v) if isinstance(v, str) and (base / v).exists() else v for v in value]
+
+
+# A model or data set that is not there may be a name on the hub, and stays as it is.
+_INPUT_PATHS = (
+    "model.name",
+    "model.tokenizer",
+    "data.train",
+    "data.eval",
+    "deepspeed",
+    "merge.input_dir",
+    "infer.model",
+)
+_OUTPUT_PATHS = ("train.output_dir", "consolidate.output_dir", "merge.output_dir")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's scalars: `2e-5` is a number, and `no` (as in `save_strategy: no`) is a word."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rules if tag not in {"tag:yaml.org,2002:bool"}]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _parse_word(word: str) -> tuple[str, Any]:
+    key, equals, text = word.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.[\w-]+)*", key):
+        raise ConfigError(f"{word}: not KEY=VALUE", hint="for example train.learning_rate=2e-5")
+    try:
+        return key, yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError:
+        return key, text
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set the dotted `key` in nested `values`; what stands in the way is replaced."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        if not isinstance(values.get(parent), dict):
+            values[parent] = {}
+        values = values[parent]
+    values[last] = value
+
+
+def _validate(values: Mapping[str, Any], file: str, sources: Mapping[str, str]) -> Config:
+    # A section whose lines are all commented out is an empty one.
+    values = {
+        key: value for key, value in values.items() if value is not None or key not in Config.model_fields
+    }
+    try:
+        return _config_model().model_validate(values)
+    except ValidationError as error:
+        # A key written with a wrong type fails once for every type it may have: say it once.
+        problems = {_dotted(item["loc"]): item for item in error.errors()}
+        lines = [_problem(key, item, file, sources) for key, item in problems.items()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    """`("data", "train", "list[str]", 0)` as `data.train`."""
+    keep: list[str] = []
+    for part in location[:2]:
+        if isinstance(part, int) or not re.fullmatch(r"[\w-]+", part):
+            break
+        keep.append(part)
+    return ".".join(keep) if keep and keep[0] != "deepspeed" else "deepspeed"
+
+
+def _problem(key: str, item: Any, file: str, sources: Mapping[str, str]) -> str:
+    given = sources.get(key, file)
+    place = file if given.startswith(f"{file}:") else given
+    line = f" (line {given.rpartition(':')[2]})" if place != given else ""
+    if item["type"] == "extra_forbidden":
+        return f"{place}: {key}: unknown key{_suggestion(key)}{line}"
+    if key == "deepspeed":
+        return f"{place}: {key}: should be the path of a JSON file or a mapping, not {item['input']!r}{line}"
+    if item["type"] in {"model_type", "dict_type", "model_attributes_type"}:
+        return f"{place}: {key}: must be a section with keys of its own, not {item['input']!r}{line}"
+    reason = item["msg"].removeprefix("Input should be ").replace("unable to parse string as an ", "")
+    return f"{place}: {key}: should be {reason}, not {item['input']!r}{line}"
+
+
+def _suggestion(key: str) -> str:
+    section, _, name = key.rpartition(".")
+    if section == "train" and name in REMOVED_ARGUMENTS:
+        return f": {REMOVED_ARGUMENTS[name]}"
+    names = _known_keys(section)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if close:
+        return f", did you mean {close[0]}?"
+    elsewhere = [s for s in Config.model_fields if s != section and name in _known_keys(s)]
+    return f", it belongs in {elsewhere[0]}:" if elsewhere else ""
+
+
+def _known_keys(section: str) -> list[str]:
+    if not section:
+        return list(Config.model_fields)
+    annotation = _config_model().model_fields[section].annotation
+    fields = getattr(annotation, "model_fields", {})
+    return list(fields)
+
+
+# --- the fields of TrainingArguments ---------------------------------------------------------------
+
+REMOVED_ARGUMENTS: Mapping[str, str] = {
+    "evaluation_strategy": "Transformers calls it eval_strategy",
+    "warmup_ratio": "gone in Transformers 5, warmup_steps below 1 is the ratio",
+    "no_cuda": "gone in Transformers 5, its name is use_cpu",
+    "fp16_backend": "gone in Transformers 5",
+    "half_precision_backend": "gone in Transformers 5",
+    "save_safetensors": "gone in Transformers 5, which always saves safetensors",
+    "logging_dir": "gone in Transformers 5, set the environment variable TENSORBOARD_LOGGING_DIR",
+    "group_by_length": "gone in Transformers 5, use train_sampling_strategy: group_by_length",
+    "overwrite_output_dir": "gone in Transformers 5, use dstool train --force",
+    "per_gpu_train_batch_size": "its name is per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "its name is per_device_eval_batch_size",
+    "adafactor": "gone in Transformers 5, use optim: adafactor",
+    "deepspeed": "it has a section of its own, `deepspeed: ds_config.json` at the top level",
+    "local_rank": "the launcher sets it",
+}
+_NOT_OURS = frozenset({"deepspeed", "local_rank", "fsdp", "fsdp_config", "parallelism_config"})
+_TYPES: Mapping[str, Any] = {"int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict}
+
+
+@cache
+def _config_model() -> type[Config]:
+    """`Config` with a `train` section that has the fields of the installed TrainingArguments."""
+    fields: dict[str, Any] = {
+        name: (annotation, Field(None, description="see transformers.TrainingArguments"))
+        for name, annotation in training_arguments().items()
+        if name not in TrainSection.model_fields and name not in _NOT_OURS
+    }
+    train = create_model("Train", __base__=TrainSection, **fields)
+    section: Any = (train, Field(default_factory=train))
+    return create_model("RunFile", __base__=Config, train=section)
+
+
+@cache
+def training_arguments() -> dict[str, Any]:
+    """The name and type of each field of `transformers.TrainingArguments`, without importing it.
+
+    Types that are not built in come out as `Any`; Trainer checks those itself.
+
+    Raises:
+        MissingDependency: transformers is not installed, or keeps the class somewhere else.
+    """
+    spec = importlib.util.find_spec("transformers")
+    source = Path(spec.origin).with_name("training_args.py") if spec and spec.origin else None
+    if source is None or not source.is_file():
+        raise MissingDependency("transformers is not installed", hint='pip install "transformers>=5"')
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments":
+            fields = [n for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
+            named = {n.target.id: _type_of(n.annotation) for n in fields if isinstance(n.target, ast.Name)}
+            return {**named, "resume_from_checkpoint": str | bool | None}
+    version = importlib.metadata.version("transformers")
+    raise MissingDependency(
+        f"transformers {version} has no TrainingArguments in {source}",
+        hint='pip install "transformers>=5,<6"',
+    )
+
+
+def _type_of(node: ast.expr) -> Any:
+    """The type that an annotation names: `float | None`, `list[str]`, ..., or `Any`."""
+    if isinstance(node, ast.Constant) and node.value is None:
+        return None
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+        return _TYPES.get(node.value.id, Any)
+    if isinstance(node, ast.BinOp):
+        parts = [_type_of(node.left), _type_of(node.right)]
+        return Any if Any in parts else reduce(or_, parts)
+    return _TYPES.get(node.id, Any) if isinstance(node, ast.Name) else Any
+
+
+# --- the resolved config ---------------------------------------------------------------------------
+
+
+def dump(config: Config) -> str:
+    """The config as a run file: everything that was given, and dstool's defaults."""
+    values = config.model_dump(mode="json", exclude_none=True)
+    values["train"] = {**config.train.model_dump(mode="json", exclude_unset=True), **_own_train(config)}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _own_train(config: Config) -> dict[str, Any]:
+    return {name: getattr(config.train, name) for name in TrainSection.model_fields}
+
+
+def explain(loaded: Loaded) -> list[tuple[str, Any, str]]:
+    """Every key that has a value, with the value and where it came from."""
+    values = yaml.safe_load(dump(loaded.config))
+    return [
+        (key, value, loaded.sources.get(key, "default"))
+        for section, content in values.items()
+        for key, value in (
+            ((f"{section}.{name}", value) for name, value in content.items())
+            if isinstance(content, dict) and section != "deepspeed"
+            else ((section, content),)
+        )
+    ]

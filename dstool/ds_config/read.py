@@ -1,0 +1,610 @@
+"""A DeepSpeed JSON file read strictly, and brought together with the run file before a model is loaded.
+
+DeepSpeed's own loader is hjson, which takes comments (deepspeed 0.19.8 runtime/config.py); Transformers reads
+the same file with `json`, which does not and which keeps the last of two equal keys. Here it is JSON and
+nothing else, and whatever is wrong is said with its line and column.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from dstool.ds_config.build import AUTO, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from dstool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+# --- reading ---------------------------------------------------------------------------------------------
+
+
+class _DuplicateKeyError(Exception):
+    """An object gives one key twice; the argument is the key."""
+
+
+class _NotFiniteError(Exception):
+    """A number that JSON cannot hold; the argument is its text."""
+
+
+# What people type that is not JSON, looked for where the parser stopped.
+_FAULTS: Final = (
+    (re.compile(r",\s*([}\]])"), "a comma before {found} is one too many"),
+    (re.compile(r"()(?://|#|/\*)"), 'JSON has no comments; delete it, or make it a key "_comment": "..."'),
+    (re.compile(r"()'"), "strings are written in double quotes"),
+    (re.compile(r"(True|False|None)\b"), "{found} is Python; JSON has true, false and null"),
+    (re.compile(r"()\s*\Z"), "the file ends too early: a closing } or ] is missing"),
+)
+
+_FOUND: Final = re.compile(r'("(?:\\.|[^"\\\n])*"?|[\w.+-]+|.)', re.DOTALL)
+_STRUCTURE: Final = re.compile(r'("(?:\\.|[^"\\])*")(\s*:)?|[{}\[\]]')
+_STRING_OR_NUMBER: Final = re.compile(r'"(?:\\.|[^"\\])*"|[\w.+-]+')
+
+# What `json` says, and the same in words that name the repair. The first that fits counts.
+_WORDS: Final = (
+    ("Expecting ',' delimiter", "expected a comma before {found}"),
+    ("Expecting ':' delimiter", "expected a colon before {found}"),
+    ("Expecting property name", "expected a key in double quotes, found {found}"),
+    ("Expecting value", "expected a value, found {found}"),
+    ("Extra data", "nothing may follow the closing brace, found {found}"),
+    ("Unterminated string", "the string that starts here is never closed"),
+    ("Invalid control character", "a line break or tab inside a string: its closing quote may be missing"),
+    ("Invalid \\escape", "a backslash in a string is written twice"),
+)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The object in the JSON file at `path`. A byte-order mark is skipped.
+
+    Raises `ConfigError`, one line `file:line:column: what is wrong`, for anything that is not strict JSON:
+    comments, trailing commas, keys given twice, NaN and Infinity, or no object at the top.
+    """
+    text = _text(path)
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite_float
+        )
+    except json.JSONDecodeError as error:
+        raise _at(path, text, *_explain(text, error)) from None
+    except _DuplicateKeyError as error:
+        raise _at(path, text, *_explain_duplicate(text, str(error))) from None
+    except _NotFiniteError as error:
+        where = next(m.start() for m in _STRING_OR_NUMBER.finditer(text) if m[0].startswith(str(error)))
+        raise _at(path, text, where, f"{error} is not a number that JSON can hold") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply to be a DeepSpeed configuration") from None
+    except ValueError:  # int() refuses more than 4300 digits
+        raise ConfigError(f"{path}: a number in it has too many digits") from None
+    if not isinstance(value, dict):
+        start = len(text) - len(text.lstrip())
+        raise _at(path, text, start, "the top level must be an object, { ... }")
+    return value
+
+
+def _text(path: Path) -> str:
+    if path.is_dir():
+        raise ConfigError(f"{path}: a folder, not a JSON file", hint="name the .json file inside it")
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file", hint="dstool init-config") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: not UTF-8 text (byte {error.start})", hint=f"save {path.name} as UTF-8"
+        ) from None
+    if not text.strip():
+        raise ConfigError(f"{path}: the file is empty", hint="dstool init-config --force")
+    return text
+
+
+def _at(path: Path, text: str, position: int, words: str) -> ConfigError:
+    line, column = _line(text, position), position - text.rfind("\n", 0, position)
+    return ConfigError(f"{path}:{line}:{column}: {words}", hint=f"correct line {line} of {path.name}")
+
+
+def _line(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise _DuplicateKeyError(key)
+        result[key] = value
+    return result
+
+
+def _refuse_constant(text: str) -> float:
+    raise _NotFiniteError(text)
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise _NotFiniteError(text)
+    return value
+
+
+def _explain(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
+    """Where a syntax error is and what it is, the same for every Python from 3.10 to 3.13.
+
+    From 3.13 on a trailing comma has a message of its own, at the comma; before, the closing brace is blamed.
+    """
+    position, before = error.pos, text[: error.pos].rstrip()
+    if text[position : position + 1] in ("}", "]") and before.endswith(","):
+        position = len(before) - 1
+    elif position == len(text):
+        position = len(before)
+    said = next((words for start, words in _WORDS if error.msg.startswith(start)), error.msg)
+    for pattern, words in (*_FAULTS, (_FOUND, said)):
+        if match := pattern.match(text, position):
+            return position, words.replace("{found}", match[1][:40])
+    return position, error.msg
+
+
+def _explain_duplicate(text: str, key: str) -> tuple[int, str]:
+    """Where `key` comes the second time. Up to there the text is known to be well formed."""
+    scopes: list[dict[str, int]] = []
+    for token in _STRUCTURE.finditer(text):
+        if token[0] in "{[":
+            scopes.append({})
+        elif token[0] in "}]":
+            scopes.pop()
+        elif token[2] and json.loads(token[1]) == key:
+            first = scopes[-1].setdefault(key, token.start())
+            if first != token.start():
+                return token.start(), f"{token[1]} is given twice, first on line {_line(text, first)}"
+    raise AssertionError(f"{key!r} is no duplicate")  # the parser has just seen both
+
+
+# --- bringing together -----------------------------------------------------------------------------------
+
+# deepspeed 0.19.8 runtime/config.py `_initialize_params`, which ignores any other name without a word.
+# `inference` is read by transformers and `msamp` by accelerate.
+TOP_LEVEL_KEYS: Final = (
+    "activation_checkpointing",
+    "aio",
+    "allgather_size",
+    "autotuning",
+    "bf16",
+    "bfloat16",
+    "checkpoint",
+    "comet",
+    "comms_logger",
+    "communication_data_type",
+    "compile",
+    "csv_monitor",
+    "data_efficiency",
+    "data_types",
+    "dataloader_drop_last",
+    "datastates_ckpt",
+    "disable_allgather",
+    "disable_python_gc",
+    "dump_state",
+    "expert_parallel",
+    "flops_profiler",
+    "fp16",
+    "gradient_accumulation_steps",
+    "gradient_allreduce_op",
+    "gradient_clipping",
+    "gradient_predivide_factor",
+    "hybrid_engine",
+    "inference",
+    "log_level",
+    "managed_gradient_accumulation",
+    "memory_breakdown",
+    "msamp",
+    "optimizer",
+    "pipeline",
+    "prescale_gradients",
+    "scheduler",
+    "seq_parallel_communication_data_type",
+    "sequence_parallel_size",
+    "steps_per_print",
+    "tensor_parallel",
+    "tensorboard",
+    "timers",
+    "torch_autocast",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "use_data_before_expert_parallelism",
+    "vocabulary_size",
+    "wall_clock_breakdown",
+    "wandb",
+    "weight_quantization",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "zero_optimization",
+)
+
+# runtime/config.py `_reject_removed_config_keys`: 0.19.8 refuses the file for any of these.
+REMOVED_KEYS: Final = (
+    "amp",
+    "compression_training",
+    "curriculum_learning",
+    "eigenvalue",
+    "elasticity",
+    "graph_harvesting",
+    "nebula",
+    "progressive_layer_drop",
+    "quantize_training",
+    "sparse_attention",
+    "sparse_gradients",
+)
+REMOVED_ZERO_KEYS: Final = ("mics_hierarchical_params_gather", "mics_shard_size", "zeropp_loco_param")
+
+_INSIDE_ZERO: Final = re.compile(
+    r"stage$|stage3_|offload_|overlap_comm$|contiguous_gradients$|reduce_|allgather_"
+)
+
+# In this order: what holds a block comes before it.
+_BLOCKS: Final = (
+    "aio",
+    "bf16",
+    "bfloat16",
+    "fp16",
+    "optimizer",
+    "optimizer.params",
+    "scheduler",
+    "scheduler.params",
+    "zero_optimization",
+    "zero_optimization.aio",
+    "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_param",
+)
+
+# Trainer fills only those that are there as "auto". Without the first, DeepSpeed asserts; without the last it
+# clips at 1.0 from 0.19.3 on and not at all before, whatever max_grad_norm says (runtime/constants.py).
+_TRAINERS_OWN: Final = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+
+_GATHER: Final = "stage3_gather_16bit_weights_on_model_save"
+_GATHER_NAMES: Final = (_GATHER, "stage3_gather_fp16_weights_on_model_save")
+
+_Kind = Literal["count", "number", "flag"]
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A key of the JSON and the field of TrainingArguments that Trainer compares it with."""
+
+    key: str
+    field: str
+    kind: _Kind
+
+
+# transformers 5.24 integrations/deepspeed.py, `trainer_config_process` and `trainer_config_finalize`.
+_PAIRS: Final = (
+    _Pair("train_micro_batch_size_per_gpu", "per_device_train_batch_size", "count"),
+    _Pair("gradient_accumulation_steps", "gradient_accumulation_steps", "count"),
+    _Pair("gradient_clipping", "max_grad_norm", "number"),
+    _Pair("optimizer.params.lr", "learning_rate", "number"),
+    _Pair("optimizer.params.betas.0", "adam_beta1", "number"),
+    _Pair("optimizer.params.betas.1", "adam_beta2", "number"),
+    _Pair("optimizer.params.eps", "adam_epsilon", "number"),
+    _Pair("optimizer.params.weight_decay", "weight_decay", "number"),
+    _Pair("scheduler.params.warmup_max_lr", "learning_rate", "number"),
+    _Pair("scheduler.params.warmup_num_steps", "warmup_steps", "count"),
+    _Pair("fp16.enabled", "fp16", "flag"),
+    _Pair("bf16.enabled", "bf16", "flag"),
+)
+
+_EXPECTED: Final[Mapping[_Kind, str]] = MappingProxyType(
+    {"count": "a whole number above 0", "number": "a number", "flag": "true, false"}
+)
+
+
+@dataclass(frozen=True)
+class Reconciled:
+    """The JSON and the `train:` section after they were brought together, and what was changed for it."""
+
+    ds: dict[str, Any]
+    train: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+@dataclass
+class _Work:
+    """One reconciliation under way: the two copies that change, and what was found."""
+
+    ds: dict[str, Any]
+    train: dict[str, Any]
+    json_name: str
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    mismatches: dict[str, str] = field(default_factory=dict)  # by the key to set to "auto"
+
+    def get(self, path: str) -> Any:
+        """The value at the dotted `path`, None where there is none."""
+        node: Any = self.ds
+        for name in path.split("."):
+            if isinstance(node, list):
+                node = node[int(name)] if int(name) < len(node) else None
+            else:
+                node = node.get(name) if isinstance(node, dict) else None
+        return node
+
+
+def reconcile(
+    ds: Mapping[str, Any],
+    train: Mapping[str, Any],
+    *,
+    json_name: str = "ds_config.json",
+    run_name: str = "dstool.yaml",
+) -> Reconciled:
+    """Bring the DeepSpeed JSON and the explicitly given fields of `train:` together. Neither is changed.
+
+    What the JSON leaves out and Trainer owns becomes "auto"; a number that only the JSON gives becomes the
+    field's value, so that Trainer, which compares the two after it has loaded the model, finds them equal.
+    `train_batch_size` is left to `check_batch`, which knows the world size.
+
+    Raises one `ConfigError` that lists everything in which the two disagree or the JSON is wrong.
+    """
+    work = _Work(copy.deepcopy(dict(ds)), copy.deepcopy(dict(train)), json_name)
+    for step in (
+        _check_shapes,
+        _check_names,
+        _settle_zero,
+        _check_offload,
+        _fill_missing,
+        _check_types,
+        _match_pairs,
+        _check_precision,
+        _check_silent_winners,
+    ):
+        step(work)
+    if work.problems or work.mismatches:
+        raise _refusal(work, run_name)
+    return Reconciled(work.ds, work.train, tuple(work.notes))
+
+
+def check_batch(ds: Mapping[str, Any], world_size: int, train: Mapping[str, Any]) -> None:
+    """Refuse a `train_batch_size` that is not micro batch * accumulation * `world_size`.
+
+    The rule is deepspeed 0.19.8 runtime/config.py `_batch_assertion`. Raises `ConfigError` with the numbers
+    and with three that fit.
+    """
+    total = ds.get("train_batch_size")
+    if total in (None, AUTO):
+        return
+    micro = _literal(ds, "train_micro_batch_size_per_gpu", train.get("per_device_train_batch_size") or 8)
+    steps = _literal(ds, "gradient_accumulation_steps", train.get("gradient_accumulation_steps") or 1)
+    product = micro * steps * world_size
+    if total == product:
+        return
+    fit = _fitting(total, micro, steps, world_size)
+    raise ConfigError(
+        f"train_batch_size is {total}, but train_micro_batch_size_per_gpu {micro} * "
+        f"gradient_accumulation_steps {steps} * world size {world_size} is {product}; "
+        f"{fit[0]} = {fit[1]} * {fit[2]} * {world_size} would do",
+        hint=f'set train_batch_size to "auto" (or to {product}) in the DeepSpeed JSON',
+    )
+
+
+def _fitting(total: int, micro: int, steps: int, world_size: int) -> tuple[int, int, int]:
+    """A valid train batch, micro batch and accumulation: the total kept where the world size divides it."""
+    rank, rest = divmod(total, world_size)
+    if rest or rank < 1:
+        return micro * steps * world_size, micro, steps
+    fit = max(n for n in range(1, min(rank, micro) + 1) if rank % n == 0)
+    return total, fit, rank // fit
+
+
+def _literal(ds: Mapping[str, Any], key: str, otherwise: int) -> int:
+    value = ds.get(key)
+    return otherwise if value in (None, AUTO) else value
+
+
+def _refusal(work: _Work, run_name: str) -> ConfigError:
+    parts = [f"{work.json_name}: {'; '.join(work.problems)}"] if work.problems else []
+    hint = f"correct {work.json_name}, or write a new one: dstool init-config --force"
+    if work.mismatches:
+        parts.append(f"{work.json_name} and {run_name} disagree: {'; '.join(work.mismatches.values())}")
+        hint = f'in {work.json_name} set to "auto": {", ".join(work.mismatches)}'
+    return ConfigError("; ".join(parts), hint=hint)
+
+
+def _show(value: Any) -> str:
+    return json.dumps(value, default=str)
+
+
+def _check_shapes(work: _Work) -> None:
+    """Every block is an object. One that is null counts as left out, as DeepSpeed takes it."""
+    for path in _BLOCKS:
+        parent, _, name = path.rpartition(".")
+        holder = work.get(parent) if parent else work.ds
+        if not isinstance(holder, dict) or name not in holder or isinstance(holder[name], dict):
+            continue
+        value = holder.pop(name)
+        if value is not None:
+            work.problems.append(f"{path} is {_show(value)}, an object {{ ... }} is expected")
+
+
+def _check_names(work: _Work) -> None:
+    """Unknown names at the top level, which DeepSpeed ignores, and removed ones, which it refuses."""
+    for key in [key for key in work.ds if not key.startswith(("_", "//"))]:
+        if key in REMOVED_KEYS:
+            work.problems.append(f"{key} is gone from DeepSpeed, delete it")
+        elif key in TOP_LEVEL_KEYS:
+            continue
+        elif _INSIDE_ZERO.match(key):
+            work.problems.append(f"{key} belongs inside zero_optimization")
+        else:
+            close = difflib.get_close_matches(key, TOP_LEVEL_KEYS, 1, cutoff=0.7)
+            work.problems.append(f"{key} is no DeepSpeed key{f', did you mean {close[0]}?' if close else ''}")
+    for key in REMOVED_ZERO_KEYS:
+        if key in work.ds.get("zero_optimization", {}):
+            work.problems.append(f"zero_optimization.{key} is gone from DeepSpeed, delete it")
+    if "bfloat16" in work.ds:
+        # accelerate adds a bf16 block that is off, and then DeepSpeed never looks at the old name.
+        work.ds.setdefault("bf16", work.ds.pop("bfloat16"))
+        work.notes.append(f"bfloat16 in {work.json_name} is read as bf16, its name today")
+
+
+def _settle_zero(work: _Work) -> None:
+    """One ZeRO block with a stage, no `aio` in it, and at stage 3 a model that can be saved."""
+    zero = work.ds.setdefault("zero_optimization", {})
+    stage = zero.get("stage")
+    if stage is None:
+        zero["stage"] = 0  # DeepSpeed's default; accelerate refuses a file without the block
+        work.notes.append(f"{work.json_name} names no ZeRO stage: trained at stage 0, nothing partitioned")
+    elif stage == AUTO:
+        zero["stage"] = 2  # what accelerate puts there (utils/dataclasses.py, DeepSpeedPlugin)
+        work.notes.append('zero_optimization.stage "auto" means stage 2')
+    elif isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        zero["stage"] = 3  # the stage that allows everything, so that one mistake is one problem
+        work.problems.append(f"zero_optimization.stage is {_show(stage)}, it must be 0, 1, 2 or 3")
+    if "aio" in zero:
+        work.ds["aio"] = {**zero.pop("aio"), **work.ds.get("aio", {})}
+        work.notes.append("aio was moved out of zero_optimization to the top level, where DeepSpeed reads it")
+    if zero["stage"] == 3 and all(zero.get(name) in (None, AUTO) for name in _GATHER_NAMES):
+        zero[_GATHER] = True  # left out it is false (zero/config.py), and Trainer saves no weights
+        work.notes.append(f"zero_optimization.{_GATHER} is set to true, else no weights would be saved")
+
+
+def _check_offload(work: _Work) -> None:
+    """Offloading that DeepSpeed accepts and does not do, or that lacks its folder."""
+    stage = work.get("zero_optimization.stage")
+    for name in ("offload_optimizer", "offload_param"):
+        where = f"zero_optimization.{name}"
+        device = work.get(f"{where}.device")
+        if device in (None, AUTO, "none"):
+            continue
+        lowest = 3 if name == "offload_param" or device == "nvme" else 1
+        if stage < lowest:
+            work.problems.append(f"{where}.device {device} needs stage {lowest}, the stage is {stage}")
+        if device == "nvme" and work.get(f"{where}.nvme_path") in (None, AUTO, ""):
+            work.problems.append(f"{where}.device nvme needs {where}.nvme_path, a folder")
+
+
+def _fill_missing(work: _Work) -> None:
+    """Put "auto" where a key is left out and DeepSpeed's default would silently overrule the run file."""
+    known = {name.lower(): params for name, params in OPTIMIZER_PARAMS.items()}  # DeepSpeed folds case here,
+    optimizer = known.get(str(work.get("optimizer.type")).lower(), {})
+    scheduler = SCHEDULER_PARAMS.get(str(work.get("scheduler.type")), {})  # but not here (runtime/config.py)
+    blocks: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [("", work.ds, _TRAINERS_OWN)]
+    for name, params in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if params:
+            own = tuple(key for key, value in params.items() if value == AUTO)
+            blocks.append((f"{name}.params.", work.ds[name].setdefault("params", {}), own))
+    filled = []
+    for prefix, block, keys in blocks:
+        missing = [key for key in keys if block.get(key) is None]
+        block.update(dict.fromkeys(missing, AUTO))
+        filled += [prefix + key for key in missing]
+    if filled:
+        work.notes.append(f"left out of {work.json_name} and taken from the run: {', '.join(filled)}")
+
+
+def _check_types(work: _Work) -> None:
+    """Literals of the wrong kind, such as "true" in quotes or a warm-up of 0 steps, which 0.19.6 refuses."""
+    betas = work.get("optimizer.params.betas")
+    if betas not in (None, AUTO) and not (isinstance(betas, list) and len(betas) == 2):
+        work.problems.append(f'optimizer.params.betas is {_show(betas)}, two numbers or "auto" are expected')
+        del work.ds["optimizer"]["params"]["betas"]
+    kinds: dict[str, _Kind] = {"train_batch_size": "count", **{pair.key: pair.kind for pair in _PAIRS}}
+    for key, kind in kinds.items():
+        value = work.get(key)
+        if value not in (None, AUTO) and not _is(kind, value):
+            work.problems.append(f'{key} is {_show(value)}, {_EXPECTED[kind]} or "auto" is expected')
+
+
+def _is(kind: _Kind, value: Any) -> bool:
+    if kind == "flag" or isinstance(value, bool):
+        return kind == "flag" and isinstance(value, bool)
+    return isinstance(value, int) and value > 0 if kind == "count" else isinstance(value, int | float)
+
+
+def _match_pairs(work: _Work) -> None:
+    """Give the run file each literal that only the JSON has, and report the ones in which they differ."""
+    source: dict[str, str] = {}
+    for pair in _PAIRS:
+        literal = work.get(pair.key)
+        if literal in (None, AUTO) or not _is(pair.kind, literal):
+            continue
+        given = _given(work.train, pair.field)
+        if given is None:
+            work.train[pair.field] = literal
+            source[pair.field] = pair.key
+            work.notes.append(f"train.{pair.field} is {_show(literal)}, from {pair.key} in {work.json_name}")
+        elif not _agree(pair, literal, given):
+            key = pair.key.removesuffix(".0").removesuffix(".1")
+            other = f"train.{pair.field} {_show(given)} in the run file"
+            if pair.field in source:
+                other = f"{source[pair.field]}, which means the same, {_show(given)}"
+            found = f"{pair.key} is {_show(literal)} in the JSON and {other}"
+            work.mismatches[key] = f"{work.mismatches[key]}; {found}" if key in work.mismatches else found
+    _match_total_steps(work)
+
+
+def _given(train: Mapping[str, Any], name: str) -> Any:
+    """What Trainer compares the JSON with; None when the run file does not say.
+
+    fp16 counts as on when fp16_full_eval is, and likewise bf16.
+    """
+    return True if train.get(f"{name}_full_eval") else train.get(name)
+
+
+def _agree(pair: _Pair, literal: Any, given: Any) -> bool:
+    """Trainer passes no warm-up on as one step, and compares that."""
+    return bool(literal == (1 if pair.field == "warmup_steps" and given == 0 else given))
+
+
+def _match_total_steps(work: _Work) -> None:
+    """A pinned total can be compared only where the run file pins its steps; it must equal the real count."""
+    key = "scheduler.params.total_num_steps"
+    total, steps = work.get(key), work.train.get("max_steps")
+    if total in (None, AUTO):
+        return
+    if not isinstance(steps, int) or steps <= 0:
+        work.notes.append(f'{key} is {_show(total)} and must equal the steps of the run; "auto" always does')
+    elif total != steps:
+        work.mismatches[key] = (
+            f"{key} is {_show(total)} in the JSON and train.max_steps {steps} in the run file"
+        )
+
+
+def _check_precision(work: _Work) -> None:
+    """At most one 16-bit type is on (runtime/config.py asserts it), whichever file turns it on."""
+    on = [name for name in ("fp16", "bf16") if work.get(f"{name}.enabled") is True]
+    if len(on) == 2:
+        work.problems.append("fp16.enabled and bf16.enabled are both true, keep one")
+    elif on:
+        other = "bf16" if on == ["fp16"] else "fp16"
+        if work.get(f"{other}.enabled") in (None, AUTO) and work.train.get(other):
+            work.mismatches[f"{on[0]}.enabled"] = (
+                f"{on[0]}.enabled is true in the JSON and train.{other} true in the run file"
+            )
+
+
+def _check_silent_winners(work: _Work) -> None:
+    """Blocks of the JSON that would silently replace what the run file asks for.
+
+    transformers 5.24 integrations/deepspeed.py `deepspeed_optim_sched`.
+    """
+    train = work.train
+    if "scheduler" in work.ds and train.get("lr_scheduler_type") is not None:
+        work.problems.append(
+            f"the scheduler block ({work.get('scheduler.type')}) would silently replace "
+            f"train.lr_scheduler_type {train['lr_scheduler_type']}, delete one of the two"
+        )
+    name, optim = work.get("optimizer.type"), train.get("optim")
+    if "optimizer" in work.ds and optim is not None and not str(optim).startswith(str(name).lower()):
+        work.problems.append(
+            f"the optimizer block ({name}) would silently replace train.optim {optim}, delete one of the two"
+        )

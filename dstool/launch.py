@@ -1,0 +1,326 @@
+"""The DeepSpeed launcher: its argv, the ranks that it starts, and how one of them dies.
+
+What the launcher does, from deepspeed/launcher/runner.py and launch.py, 0.19.8: it gives every rank
+RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT; takes the other ranks down when
+one fails; looks for no free port; leaves the ranks running when it is ended by SIGTERM; and exits 0
+when its inner process was killed. So it gets a port and a session of its own here, and a run counts as
+done only when rank 0 has written its result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from dstool.errors import (
+    ConfigError,
+    DstoolError,
+    EnvironmentUnfit,
+    MissingDependency,
+    NoDevice,
+    RankFailed,
+    RunFailed,
+    by_name,
+)
+from dstool.log import quiet_deepspeed
+from dstool.log import rank as rank
+
+logger = logging.getLogger("dstool.launch")
+
+RESULT_VARIABLE = "DSTOOL_RESULT"
+GRACE_SECONDS = 30.0
+LOCK_SETTLES_SECONDS = 60.0
+LOCK_STALE_SECONDS = 1800.0
+
+
+# --- what a rank knows of itself -----------------------------------------------------------------
+
+
+def world_size() -> int:
+    """The number of ranks over all machines; 1 when nothing launched this process."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launched() -> bool:
+    """Whether a launcher (DeepSpeed's, torchrun's) started this process as a rank."""
+    return "RANK" in os.environ and "LOCAL_RANK" in os.environ
+
+
+def become_single_rank() -> None:
+    """Give a process that nothing launched the environment of a world of one.
+
+    Without it DeepSpeed looks for MPI and ends in "No module named 'mpi4py'" (comm/comm.py). LOCAL_SIZE
+    is what its shared-memory all-reduce on the CPU reads; torchrun leaves it out.
+    """
+    if not launched():
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(alone, MASTER_PORT=str(free_port()))
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+
+
+def free_port() -> int:
+    """A TCP port on this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def accelerators() -> int:
+    """How many GPUs (or other accelerators that torch knows) this process can see. Imports torch."""
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def accelerator() -> str:
+    """The kind of device that a run uses here: `cuda`, `xpu`, ..., or `cpu`. Imports torch."""
+    import torch
+
+    current = torch.accelerator.current_accelerator() if accelerators() else None
+    return current.type if current else "cpu"
+
+
+def import_deepspeed() -> Any:
+    """The deepspeed module, told beforehand when there is no GPU.
+
+    Raises:
+        MissingDependency: it cannot be imported here.
+    """
+    if accelerators() == 0:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed
+    except (
+        Exception
+    ) as error:  # a CUDA torch without a CUDA toolkit fails with an exception of DeepSpeed's own
+        cuda = "CUDA_HOME" in str(error)
+        raise MissingDependency(
+            f"deepspeed cannot be imported: {' '.join(str(error).split())[:200]}",
+            hint="set CUDA_HOME to the CUDA toolkit, or DS_ACCELERATOR=cpu"
+            if cuda
+            else "pip install deepspeed",
+        ) from error
+    quiet_deepspeed()
+    return deepspeed
+
+
+# --- starting the ranks --------------------------------------------------------------------------
+
+
+def run(command: Sequence[str], *, num_gpus: int | None = None, include: str | None = None) -> dict[str, Any]:
+    """Run `dstool COMMAND` in every rank under the DeepSpeed launcher, and return rank 0's result.
+
+    Raises:
+        ConfigError, NoDevice: the devices asked for are not there.
+        DstoolError: of the class that the first failing rank reported.
+        RankFailed: a rank died without a word.
+    """
+    devices = choose_devices(accelerators(), num_gpus=num_gpus, include=include)
+    with tempfile.TemporaryDirectory(prefix="dstool-") as folder:
+        report = Path(folder, "result.json")
+        argv = launcher_argv(command, devices)
+        code = _run_in_session(argv, {**os.environ, RESULT_VARIABLE: str(report)})
+        return _read_report(report, code)
+
+
+def launcher_argv(command: Sequence[str], devices: Sequence[str]) -> list[str]:
+    """The launcher's argv for `dstool COMMAND`, as a module so that any current folder will do."""
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", *devices]
+    return [*launcher, "--master_port", str(free_port()), "--module", "dstool", *command]
+
+
+def choose_devices(gpus: int, *, num_gpus: int | None, include: str | None) -> list[str]:
+    """The launcher's filter for `--num-gpus` or `--include`, given the number of visible GPUs.
+
+    A filter makes the launcher forget CUDA_VISIBLE_DEVICES, so the devices named there are named again.
+    """
+    if num_gpus is not None and include is not None:
+        raise ConfigError("--num-gpus and --include exclude each other", hint="give one of them")
+    if num_gpus is not None and num_gpus < 1:
+        raise ConfigError(f"--num-gpus {num_gpus} starts nothing", hint="give 1 or more")
+    if gpus == 0:
+        return _cpu_ranks(num_gpus or 1, include)
+    if num_gpus is not None and num_gpus > gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        where = f"CUDA_VISIBLE_DEVICES={visible} shows {gpus}" if visible else f"this machine has {gpus}"
+        raise NoDevice(f"--num-gpus {num_gpus}: {where}", hint=f"--num-gpus {gpus}")
+    if include is not None:
+        return ["--include", include]
+    named = _visible_indices(gpus)[: num_gpus or gpus]
+    return ["--include", f"localhost:{','.join(named)}"]
+
+
+def _cpu_ranks(ranks: int, include: str | None) -> list[str]:
+    if include is not None:
+        raise NoDevice(f"--include {include}: no GPU is visible here", hint="--num-gpus N starts N CPU ranks")
+    cores = os.cpu_count() or 1
+    if ranks > cores:
+        logger.warning("--num-gpus %d: there is no GPU, and %d CPU ranks share %d cores", ranks, ranks, cores)
+    return ["--num_gpus", str(ranks)]
+
+
+def _visible_indices(gpus: int) -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    named = [part.strip() for part in visible.split(",") if part.strip()] or [str(i) for i in range(gpus)]
+    if not all(part.isdecimal() for part in named):
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={visible}: the DeepSpeed launcher takes indices only, no UUIDs",
+            hint="nvidia-smi -L shows the index of each; for example CUDA_VISIBLE_DEVICES=0,1",
+        )
+    return named
+
+
+def _run_in_session(argv: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run the launcher in a session of its own, ended as a whole when this process is told to end."""
+    with (
+        _sigterm_interrupts(),
+        subprocess.Popen(
+            argv, env=environment, stdout=2, stdin=subprocess.DEVNULL, start_new_session=True
+        ) as launcher,
+    ):
+        try:
+            return launcher.wait()
+        finally:
+            _end_session(launcher)
+
+
+def _end_session(launcher: subprocess.Popen[bytes]) -> None:
+    """Ask whatever is left of the launcher's process group to end, then make it."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, number)
+            deadline = time.monotonic() + GRACE_SECONDS
+            while time.monotonic() < deadline:
+                launcher.poll()
+                os.killpg(launcher.pid, 0)
+                time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Turn SIGTERM into an exit that runs the clean-up."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+# --- what a rank reports -------------------------------------------------------------------------
+
+
+def reports_to_parent() -> bool:
+    """Whether the process that started this rank waits for a result file."""
+    return RESULT_VARIABLE in os.environ
+
+
+def report_result(result: Mapping[str, Any]) -> None:
+    """Hand rank 0's result to the process that launched it."""
+    if rank() == 0:
+        _report({"result": dict(result)})
+
+
+def report_error(error: DstoolError) -> None:
+    """Hand a rank's failure to the process that launched it. The first to report is believed."""
+    _report({"error": type(error).__name__, "message": error.message, "hint": error.hint})
+
+
+def _report(payload: Mapping[str, Any]) -> None:
+    path = Path(os.environ[RESULT_VARIABLE])
+    draft = path.with_name(f"{path.name}.{rank()}")
+    draft.write_text(json.dumps(payload, default=str), encoding="utf-8")
+    with contextlib.suppress(FileExistsError):
+        draft.rename(path) if rank() == 0 and "result" in payload else os.link(draft, path)
+
+
+def _read_report(path: Path, code: int) -> dict[str, Any]:
+    """Rank 0's result, or the failure that was reported, or what the exit code tells."""
+    report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if "error" in report:
+        raise by_name(report["error"])(report["message"], hint=report["hint"])
+    if "result" in report:
+        if code:
+            # Seen about once in a dozen runs on the CPU: everything is written, then the interpreter aborts.
+            logger.warning("a rank ended with exit code %d after the run was complete", code)
+        return dict(report["result"])
+    raise _death(code)
+
+
+def _death(code: int) -> RunFailed:
+    killed = {256 - signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGKILL}
+    if code in killed:
+        return RankFailed(
+            "a rank was killed (SIGKILL), which on Linux is most often the kernel out of memory",
+            hint="dmesg | grep -i 'killed process'; then a smaller train.per_device_train_batch_size, "
+            "or dstool init-config --stage 3 --offload cpu --force",
+        )
+    if code == 0:
+        return RankFailed("the launcher ended without a result", hint="DSTOOL_DEBUG=1 shows what it says")
+    number = 256 - code if code > 128 else code
+    return RankFailed(f"a rank ended with exit code {code} (signal or status {number})", hint="see above")
+
+
+def lost_peers(error: BaseException) -> bool:
+    """Whether `error` only says that another rank is gone; what ended that rank is the thing to show."""
+    text = str(error)
+    return type(error).__name__ == "DistBackendError" or any(
+        sign in text
+        for sign in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+    )
+
+
+# --- the folder in which torch compiles DeepSpeed's ops --------------------------------------------
+
+
+def check_build_locks() -> None:
+    """Refuse to start where a killed build has left its lock, on which every later run would wait.
+
+    torch builds an op under an empty file called `lock` (torch/utils/cpp_extension.py, FileBaton) and
+    never removes one that is not its own.
+
+    Raises:
+        EnvironmentUnfit: a lock that no running build holds; names the file.
+    """
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    folders = [Path(root)] if root else [Path("~/.cache/torch_extensions").expanduser()]
+    locks = [lock for folder in folders for lock in (*folder.glob("*/lock"), *folder.glob("*/*/lock"))]
+    stale = [lock for lock in locks if _is_stale(lock)]
+    if stale:
+        raise EnvironmentUnfit(
+            f"{stale[0]} was left by a build that was killed, and DeepSpeed would wait for it for ever",
+            hint="rm " + " ".join(str(lock) for lock in stale),
+        )
+
+
+def _is_stale(lock: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        age = time.time() - lock.stat().st_mtime
+        if age < LOCK_SETTLES_SECONDS:
+            return False
+        return age > LOCK_STALE_SECONDS if not Path("/proc/self/cwd").exists() else not _builds(lock.parent)
+    return False
+
+
+def _builds(folder: Path) -> bool:
+    """Whether some process works in `folder`, as ninja does while it builds an op there."""
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            if link.samefile(folder):
+                return True
+    return False

@@ -1,0 +1,441 @@
+"""Models and tokenizers: loading them for a task, and what has to lie beside their weights."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import pickle
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+import transformers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+
+from dstool.config import ModelSection, Task
+from dstool.errors import ModelError, NoDevice
+
+logger = logging.getLogger("dstool.models")
+
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+AUTO_CLASSES: Mapping[Task, str] = {
+    "text-classification": "AutoModelForSequenceClassification",
+    "causal-lm": "AutoModelForCausalLM",
+}
+UNKNOWN, END = "<unk>", "</s>"
+
+
+# --- tokenizers ----------------------------------------------------------------------------------
+
+
+def load_tokenizer(section: ModelSection, corpus: Callable[[], Iterator[str]]) -> Any:
+    """The tokenizer named in the run file, the model's own, or one trained on `corpus`.
+
+    Raises:
+        ModelError: there is none under that name.
+    """
+    source = section.tokenizer or section.name
+    if source is None:
+        return _train_tokenizer(corpus(), vocab_size=_fresh_config(section).vocab_size)
+    with _one_line(source, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
+    return ensure_pad_token(tokenizer)
+
+
+def ensure_pad_token(tokenizer: Any) -> Any:
+    """Pad with the end-of-text token where a tokenizer (GPT-2's, Llama's) has no padding token."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    if tokenizer.pad_token is None:
+        raise ModelError(
+            f"the tokenizer {tokenizer.name_or_path} has no padding, end-of-text or unknown token",
+            hint="name another with model.tokenizer=...",
+        )
+    return tokenizer
+
+
+def _train_tokenizer(corpus: Iterator[str], *, vocab_size: int) -> Any:
+    """A byte-level BPE tokenizer of at most `vocab_size` tokens, the same one in every rank.
+
+    Rank 0 trains it; the others are sent the result.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    text = [""]
+    if not _distributed() or torch.distributed.get_rank() == 0:
+        bpe = Tokenizer(models.BPE(unk_token=UNKNOWN))
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        bpe.train_from_iterator(
+            corpus,
+            trainers.BpeTrainer(
+                vocab_size=vocab_size,
+                special_tokens=[UNKNOWN, END],
+                initial_alphabet=alphabet,
+                show_progress=False,
+            ),
+        )
+        text = [bpe.to_str()]
+    if _distributed():
+        torch.distributed.broadcast_object_list(text)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(text[0]), unk_token=UNKNOWN, eos_token=END, pad_token=END
+    )
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def length_limit(tokenizer: Any, config: Any, default: int) -> int:
+    """The tokens per text that both the tokenizer and the model take, and at most `default`."""
+    limits = [default, tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)]
+    return min(int(limit) for limit in limits if limit)
+
+
+# --- models for training -------------------------------------------------------------------------
+
+
+def load_model(
+    section: ModelSection, tokenizer: Any, *, labels: Sequence[str] | None, dtype: torch.dtype
+) -> Any:
+    """The model to train, with `labels` as its classes where the task is classification.
+
+    Raises:
+        ModelError: it is not there, does not fit the task, or lacks weights of its body.
+    """
+    auto = getattr(transformers, AUTO_CLASSES[section.task])
+    config = _config_for(section, tokenizer, labels)
+    if section.name is None:
+        with _one_line(str(config.model_type), "model"):
+            model = auto.from_config(config, dtype=dtype)
+    else:
+        model = _load_pretrained(auto, section, config, dtype)
+    _mend_generation_config(model)
+    return model
+
+
+def _config_for(section: ModelSection, tokenizer: Any, labels: Sequence[str] | None) -> Any:
+    config = _fresh_config(section) if section.name is None else _pretrained_config(section)
+    if len(tokenizer) > config.get_text_config().vocab_size:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is "
+            f"{config.get_text_config().vocab_size}",
+            hint="name the model's own tokenizer with model.tokenizer=..., or raise from_scratch.vocab_size",
+        )
+    if labels is not None:
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: index for index, label in enumerate(labels)}
+        # The classifiers look for the last token that is no padding, by the model's config alone.
+        config.pad_token_id = tokenizer.pad_token_id
+        config.problem_type = "single_label_classification"
+    return config
+
+
+def _fresh_config(section: ModelSection) -> Any:
+    if not section.from_scratch:
+        raise ModelError("the run file names no model", hint="set model.name=PATH_OR_NAME")
+    values = dict(section.from_scratch)
+    kind = values.pop("model_type", None)
+    if kind is None:
+        raise ModelError("model.from_scratch has no model_type", hint="for example model_type: llama")
+    with _one_line(str(kind), "model type"):
+        return AutoConfig.for_model(kind, **values)
+
+
+def _pretrained_config(section: ModelSection) -> Any:
+    with _one_line(str(section.name), "model"):
+        return AutoConfig.from_pretrained(
+            section.name, revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
+
+
+def known_labels(section: ModelSection) -> tuple[str, ...] | None:
+    """The names of the classes that a pretrained classifier already has, in its own order."""
+    if section.name is None:
+        return None
+    config = _pretrained_config(section)
+    names = tuple(str(config.id2label[index]) for index in sorted(config.id2label))
+    return None if all(name.startswith("LABEL_") for name in names) else names
+
+
+def _load_pretrained(auto: Any, section: ModelSection, config: Any, dtype: torch.dtype) -> Any:
+    with _one_line(str(section.name), "model"):
+        model, info = auto.from_pretrained(
+            section.name,
+            config=config,
+            dtype=dtype,
+            revision=section.revision,
+            trust_remote_code=section.trust_remote_code,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    _check_body(model, section, [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
+    return model
+
+
+def _check_body(model: Any, section: ModelSection, missing: Sequence[str]) -> None:
+    """Refuse a model whose body came without its weights; a new head is what fine-tuning starts with.
+
+    Under ZeRO-3 more than one version of the loader has left a whole model at random weights, silently.
+    """
+    body = f"{model.base_model_prefix}."
+    names = [name for name, _ in model.named_parameters() if name.startswith(body)]
+    lost = sorted(set(missing) & set(names))
+    if len(lost) > len(names) / 10:
+        raise ModelError(
+            f"{section.name}: {len(lost)} of {len(names)} weights of the model's body are not in its files, "
+            f"{lost[0]} among them",
+            hint="the folder may hold another architecture's weights, or an adapter",
+        )
+    fresh = sorted(set(missing) - set(lost)) + lost
+    if fresh:
+        logger.info("new weights, to be trained: %s", ", ".join(fresh))
+
+
+def _mend_generation_config(model: Any) -> None:
+    """Make a generation config that Transformers would refuse to save fit for it, and say so.
+
+    The usual case: sampling values (temperature, top_p) beside `do_sample: false`, which means that they
+    are not used; they go, and what the model generates stays the same.
+    """
+    settings = getattr(model, "generation_config", None)
+    if settings is None:
+        return
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        plain = transformers.GenerationConfig()
+        for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+            if hasattr(plain, name):
+                setattr(settings, name, getattr(plain, name))
+        logger.info("generation config: dropped sampling values that do_sample: false leaves unused")
+
+
+# --- models from a folder --------------------------------------------------------------------------
+
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "*token*.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.py",
+)
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A folder with a config, and what the config says of the model in it."""
+
+    path: Path
+    config: Any
+    task: Task
+
+    def auto_class(self) -> Any:
+        """The Transformers class that loads the model for its task."""
+        return getattr(transformers, AUTO_CLASSES[self.task])
+
+    def labels(self) -> tuple[str, ...]:
+        """The names of the classes, in order; empty unless it is a classifier."""
+        if self.task != "text-classification":
+            return ()
+        return tuple(str(self.config.id2label[index]) for index in sorted(self.config.id2label))
+
+
+def open_folder(path: Path) -> ModelFolder:
+    """Read the config of the model in `path`.
+
+    Raises:
+        ModelError: no such folder, no config.json in it, or an architecture for none of the tasks.
+    """
+    if not path.is_dir():
+        raise ModelError(f"{path}: no such folder", hint="dstool train makes one")
+    if not (path / "config.json").is_file():
+        raise ModelError(
+            f"{path} has no config.json", hint="name a folder that save_pretrained or dstool made"
+        )
+    with _one_line(str(path), "config"):
+        config = AutoConfig.from_pretrained(path)
+    names = list(config.architectures or [])
+    if any(name.endswith("ForSequenceClassification") for name in names):
+        return ModelFolder(path, config, "text-classification")
+    if any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names):
+        return ModelFolder(path, config, "causal-lm")
+    raise ModelError(
+        f"{path} holds {', '.join(names) or 'an unnamed architecture'}, "
+        f"which is for none of the tasks {', '.join(AUTO_CLASSES)}"
+    )
+
+
+def load_folder(folder: ModelFolder, dtype: torch.dtype) -> Any:
+    """The model in `folder`, for inference, in `dtype`, with no weight missing or left over.
+
+    Raises:
+        ModelError: a weight is missing, left over or of another shape; a file cannot be read.
+    """
+    with _one_line(str(folder.path), "model"):
+        model, info = folder.auto_class().from_pretrained(
+            folder.path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    check_loading(folder.path, info)
+    return model.eval()
+
+
+def check_loading(path: Path, info: Mapping[str, Any]) -> None:
+    """Raise `ModelError` for any key that `from_pretrained` found missing, unexpected or mis-shaped."""
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        keys = sorted(str(key) for key in info[kind])
+        if keys:
+            raise ModelError(
+                f"{path}: {len(keys)} {kind.replace('_', ' ')} among its weights, {keys[0]} is one",
+                hint="the weights and config.json are not of the same model; make the folder anew with dstool merge",
+            )
+
+
+def has_weights(path: Path) -> bool:
+    """Whether `path` holds a model's weights in a form that `from_pretrained` reads."""
+    names = (
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    )
+    return any((path / name).is_file() for name in names)
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in the model folder `path`, by name.
+
+    Raises:
+        ModelError: the index names a file that is not there, or a file cannot be read.
+    """
+    state: dict[str, torch.Tensor] = {}
+    for file in weight_files(path):
+        try:
+            if file.suffix == ".safetensors":
+                state.update(safetensors.torch.load_file(file))
+            else:
+                state.update(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+            pickle.UnpicklingError,
+            safetensors.SafetensorError,
+        ) as error:
+            raise ModelError(f"{file}: cannot be read: {' '.join(str(error).split())[:200]}") from error
+    return state
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files that hold the weights of the model in `path`, in the order `from_pretrained` prefers."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (path / name).is_file():
+            return [path / name]
+        index = path / f"{name}.index.json"
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            lost = [shard for shard in names if not (path / shard).is_file()]
+            if lost:
+                raise ModelError(
+                    f"{path / lost[0]} is missing, and {index.name} names it", hint="copy the folder again"
+                )
+            return [path / shard for shard in names]
+    raise ModelError(f"{path} holds no weights", hint="name a folder with model.safetensors, or a checkpoint")
+
+
+def stored_names(folder: ModelFolder) -> frozenset[str]:
+    """The names under which `save_pretrained` would store the model: of tied weights, the first alone."""
+    with torch.device("meta"):
+        model = folder.auto_class().from_config(folder.config)
+    model.tie_weights()
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    return frozenset(name for name in model.state_dict() if name not in tied)
+
+
+def prove_loadable(folder: ModelFolder) -> None:
+    """Compare the names and shapes of the weights in `folder` with those that its config asks for.
+
+    Raises:
+        ModelError: one is missing, left over or of another shape.
+    """
+    with torch.device("meta"):
+        _, info = folder.auto_class().from_pretrained(
+            folder.path, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    check_loading(folder.path, info)
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy what lies beside a model's weights: config, tokenizer, chat template, generation config."""
+    for pattern in COMPANIONS:
+        for file in source.glob(pattern):
+            if file.is_file() and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, target / file.name)
+
+
+def set_config_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Write into `folder`'s config.json the dtype of the weights beside it."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values.pop("torch_dtype", None)
+    values["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def usable_dtype(name: str | None, config: Any, device: str) -> torch.dtype:
+    """The dtype to run in: `name`, or the config's where `device` supports it, else the nearest.
+
+    Raises:
+        NoDevice: fp16 was asked for on the CPU, where DeepSpeed has none (accelerator/cpu_accelerator.py).
+    """
+    if name == "fp16" and device == "cpu":
+        raise NoDevice("fp16 needs a GPU, and none was found", hint="--dtype bf16 or --dtype fp32")
+    if name is not None:
+        return DTYPES[name]
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    return torch.float32 if dtype == torch.float16 and device == "cpu" else dtype
+
+
+# --- errors ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _one_line(name: str, what: str) -> Iterator[None]:
+    """Turn what Transformers raises about `name` into a `ModelError` of one line."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise _model_error(name, what, error) from error
+
+
+def _model_error(name: str, what: str, error: Exception) -> ModelError:
+    reason = " ".join(str(error).split())[:300]
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        return ModelError(
+            f"{name}: the folder has no config.json", hint="name a folder that save_pretrained or dstool made"
+        )
+    if path.is_dir() or not isinstance(error, OSError):
+        return ModelError(f"{name}: the {what} cannot be loaded: {reason}")
+    return ModelError(
+        f"{name}: there is no such folder here, and the Hugging Face hub did not give a {what} of that name",
+        hint=f"check the spelling and the network ({reason.partition('. ')[0]})",
+    )

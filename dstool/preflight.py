@@ -1,0 +1,98 @@
+"""What can be found wrong with a run before torch is started for it, in well under a second.
+
+`dstool train` looks here before it launches ranks, and each rank once more, since the DeepSpeed
+launcher can start them without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from dstool import files
+from dstool.config import Config
+from dstool.data.files import columns_of
+from dstool.data.names import local_files
+from dstool.ds_config import read
+from dstool.errors import ConfigError, DataError, ModelError
+
+logger = logging.getLogger("dstool.preflight")
+
+
+def check(config: Config, *, may_exist: bool = False) -> None:
+    """Check the JSON, the model, the data and the output folder that the run file names.
+
+    Args:
+        may_exist: whether the output folder may hold an earlier run.
+
+    Raises:
+        ConfigError, ModelError, DataError: for the first that cannot be used.
+    """
+    settle(config)
+    _check_model(config)
+    _check_data(config)
+    if not may_exist and not config.train.model_dump().get("resume_from_checkpoint"):
+        check_output(Path(config.train.output_dir))
+
+
+def settle(config: Config) -> read.Reconciled:
+    """The DeepSpeed JSON and the Trainer's arguments, brought together.
+
+    Raises:
+        ConfigError: no JSON, or one that cannot be used or contradicts the run file.
+    """
+    if config.deepspeed is None:
+        raise ConfigError(
+            "the run file names no DeepSpeed JSON", hint="dstool init-config, then deepspeed: ds_config.json"
+        )
+    given = config.deepspeed if isinstance(config.deepspeed, dict) else read.read(Path(config.deepspeed))
+    return read.reconcile(given, config.train.arguments())
+
+
+def check_output(output_dir: Path) -> None:
+    """Raise `ConfigError` for an output folder with something in it."""
+    if files.occupied(output_dir):
+        raise ConfigError(
+            f"{output_dir} exists and is not empty",
+            hint="--resume goes on from its newest checkpoint, --force starts anew, train.output_dir=DIR names another",
+        )
+
+
+def _check_model(config: Config) -> None:
+    section = config.model
+    if (section.name is None) == (section.from_scratch is None):
+        problem = "names no model" if section.name is None else "has both model.name and model.from_scratch"
+        raise ConfigError(f"the run file {problem}", hint="set model.name=FOLDER_OR_HUB_NAME")
+    if section.name is None:
+        return
+    path = Path(section.name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ModelError(
+            f"{path} has no config.json", hint="name a folder that save_pretrained or dstool made"
+        )
+    if not path.exists() and (
+        path.is_absolute() or section.name.startswith(".") or section.name.count("/") > 1
+    ):
+        raise ModelError(f"{path}: no such folder", hint="set model.name=FOLDER_OR_HUB_NAME")
+
+
+def _check_data(config: Config) -> None:
+    section = config.data
+    if section.train is None:
+        raise ConfigError("the run file names no data", hint="set data.train=FILE")
+    needed: dict[str, Any] = {
+        "text_column": section.text_column,
+        "text_pair_column": section.text_pair_column,
+    }
+    if config.model.task == "text-classification":
+        needed["label_column"] = section.label_column
+    for spec in (section.train, section.eval):
+        for file in local_files(spec):
+            have = columns_of(file, encoding=section.encoding)
+            lost = next((key for key, name in needed.items() if name and name not in have), None)
+            if lost:
+                raise DataError(
+                    f"{file} has no column '{needed[lost]}'; its columns are: {', '.join(have)}",
+                    hint=f"set data.{lost}",
+                )

@@ -1,0 +1,503 @@
+"""Fine-tune a model with Transformers' Trainer under DeepSpeed.
+
+The order of the steps is not free. `deepspeed.init_distributed` comes before the model, or ZeRO-3
+takes the world for one rank; `TrainingArguments` come before the model too, or ZeRO-3 meets the word
+`auto` in the JSON (both seen with DeepSpeed 0.19.8 and Transformers 5.24).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy
+import torch
+import transformers
+from transformers import TrainerCallback, TrainingArguments
+
+from dstool import __version__, files, launch, models, preflight
+from dstool.checkpoint import layout
+from dstool.config import RUN_FILE, Config, dump
+from dstool.data import batches
+from dstool.ds_config import read
+from dstool.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingDependency,
+    NoDevice,
+    NonFiniteLoss,
+    RunFailed,
+)
+
+logger = logging.getLogger("dstool.train")
+
+RECORD = "run.json"
+MAX_LENGTH, BLOCK_SIZE = 512, 1024
+
+
+class Progress(Protocol):
+    """What a run tells while it goes on."""
+
+    def __call__(self, done: int, total: int, note: str) -> None:
+        """`done` of `total` steps are finished; `note` is empty, or worth a line of its own."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a finished run left, and how well it does."""
+
+    output_dir: Path
+    steps: int
+    seconds: float = field(metadata={"unit": "seconds"})
+    train_loss: float
+    metrics: Mapping[str, float]
+    """On the held-out rows: loss, and accuracy and f1 (macro), or perplexity."""
+    world_size: int
+    device: str
+    precision: str
+    stage: int
+    checkpoints: tuple[str, ...]
+
+
+def train(
+    config: Config,
+    *,
+    force: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> TrainResult:
+    """Train as the run file says, in this rank; every rank calls it alike.
+
+    Args:
+        force: train in an output folder that holds an earlier run, whose checkpoints go.
+        resume: go on from the newest complete checkpoint in the output folder.
+        callbacks: further callbacks for the Trainer.
+
+    Raises:
+        DstoolError: of the class that says whose fault it was (see `dstool.errors`).
+    """
+    started = time.monotonic()
+    settled = preflight.settle(config)
+    for note in settled.notes:
+        logger.info("%s", note)
+    ds, arguments = settled.ds, settled.train
+    output_dir = Path(config.train.output_dir)
+    checkpoint = _claim_output(output_dir, arguments, force=force, resume=resume)
+    device = _start_distributed(ds)
+    args = _training_arguments(arguments, ds, device)
+    trainer = _build_trainer(config, args, [*callbacks, _Steps(progress, config.train.save_first_step)])
+    with _explained_failures(args):
+        outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        metrics = _evaluate(trainer)
+        trainer.save_model(str(output_dir))
+        if config.train.save_fp32:
+            _save_fp32(trainer, output_dir / "fp32")
+    result = TrainResult(
+        output_dir=output_dir.resolve(),
+        steps=int(outcome.global_step),
+        seconds=time.monotonic() - started,
+        train_loss=float(outcome.training_loss),
+        metrics=metrics,
+        world_size=args.world_size,
+        device=device,
+        precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        stage=int(ds["zero_optimization"]["stage"]),
+        checkpoints=tuple(path.name for path in layout.checkpoints(output_dir)),
+    )
+    if args.process_index == 0:
+        _record(config, result)
+    _end_distributed()
+    return result
+
+
+# --- before torch.distributed ----------------------------------------------------------------------
+
+
+def _claim_output(output_dir: Path, arguments: dict[str, Any], *, force: bool, resume: bool) -> Path | None:
+    """Make sure that the output folder may be used; the checkpoint to resume from, if any.
+
+    Raises:
+        ConfigError: the folder has something in it, and neither force nor resume is given.
+        CheckpointError: there is no complete checkpoint, or it is of another world size.
+    """
+    asked = arguments.pop("resume_from_checkpoint", None)
+    if resume or asked:
+        found = layout.find(Path(asked) if isinstance(asked, str) else output_dir)
+        _check_world_size(found)
+        logger.info("resuming from %s", found.root)
+        return found.root
+    if launch.rank() == 0:
+        if not force:
+            preflight.check_output(output_dir)
+        for stale in (*layout.checkpoints(output_dir), output_dir / "consolidated", output_dir / "fp32"):
+            shutil.rmtree(stale, ignore_errors=True)
+    return None
+
+
+def _check_world_size(found: layout.ZeroCheckpoint) -> None:
+    """DeepSpeed keeps a shard of the optimizer per rank, and does not cut it anew (engine.py, 0.19.8)."""
+    if found.stage and found.world_size != launch.world_size():
+        raise CheckpointError(
+            f"{found.root} was written by {found.world_size} ranks, and this run has {launch.world_size()}",
+            hint=f"--num-gpus {found.world_size}; or dstool consolidate {found.root}, then train on from those weights "
+            "with model.name=...",
+        )
+
+
+# --- the ranks, and what they run on -----------------------------------------------------------------
+
+
+def _start_distributed(ds: dict[str, Any]) -> str:
+    """Join the ranks; the kind of device they use."""
+    launch.check_build_locks()
+    launch.become_single_rank()
+    deepspeed = launch.import_deepspeed()
+    device = launch.accelerator()
+    _check_offload(ds)
+    if device == "cpu":
+        ranks = launch.world_size()
+        logger.info("no GPU found: training on the CPU over gloo, %d rank%s", ranks, "s" if ranks > 1 else "")
+        _share_cores()
+    try:
+        deepspeed.init_distributed(dist_backend="gloo" if device == "cpu" else None, verbose=False)
+    except (RuntimeError, ValueError) as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            port = os.environ.get("MASTER_PORT")
+            raise RunFailed(
+                f"port {port} is taken, perhaps by a run that was killed",
+                hint=f"deepspeed --master_port {launch.free_port()} ..., or dstool train, which looks for a free one",
+            ) from error
+        raise
+    return device
+
+
+def _share_cores() -> None:
+    """Give each CPU rank its part of the cores; by default each would start a thread on all of them."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        ranks = int(os.environ.get("LOCAL_SIZE", "1"))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+
+
+def _end_distributed() -> None:
+    """Leave the group of ranks; without it the interpreter now and then aborts on its way out."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def _check_offload(ds: Mapping[str, Any]) -> None:
+    """Find out before the model is loaded whether what offloading needs is here.
+
+    Raises:
+        ConfigError: the NVMe folder cannot be written.
+        MissingDependency: no compiler for the CPU optimizer, or no libaio for NVMe.
+    """
+    zero = ds["zero_optimization"]
+    offloads = [zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}]
+    devices = {part.get("device", "none") for part in offloads}
+    if devices - {"none"} and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        raise MissingDependency(
+            "offloading compiles DeepSpeed's CPU optimizer, and no C++ compiler was found",
+            hint="apt-get install g++",
+        )
+    if "nvme" not in devices:
+        return
+    for folder in {Path(part["nvme_path"]) for part in offloads if part.get("device") == "nvme"}:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"nvme_path {folder} cannot be made: {error.strerror}",
+                hint="dstool init-config --nvme-path DIR --force",
+            ) from None
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(
+                f"nvme_path {folder} cannot be written", hint="dstool init-config --nvme-path DIR --force"
+            )
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    with contextlib.redirect_stdout(sys.stderr):
+        fit = AsyncIOBuilder().is_compatible(verbose=False)
+    if not fit:
+        raise MissingDependency(
+            "offloading to NVMe needs the library libaio and its headers, which were not found",
+            hint="apt-get install libaio-dev (Debian, Ubuntu) or dnf install libaio-devel",
+        )
+
+
+# --- the Trainer -------------------------------------------------------------------------------------
+
+
+def _training_arguments(arguments: Mapping[str, Any], ds: dict[str, Any], device: str) -> TrainingArguments:
+    """The Trainer's arguments, with the precision settled and every rank known.
+
+    Raises:
+        ConfigError: Trainer refuses them.
+        NoDevice: fp16 without a GPU.
+    """
+    read.check_batch(ds, launch.world_size(), arguments)
+    defaults = {"logging_steps": 10, "disable_tqdm": True, "logging_nan_inf_filter": False}
+    values = {**defaults, **_precision(arguments, ds, device), **arguments}
+    if device == "cpu":
+        if values.get("fp16"):
+            raise NoDevice(
+                "fp16 needs a GPU, and none was found",
+                hint="train.fp16=false train.bf16=true, or both false for fp32",
+            )
+        values["use_cpu"] = True
+    try:
+        args = TrainingArguments(**values, deepspeed=ds)
+    except (ValueError, TypeError, ImportError, AssertionError) as error:
+        raise ConfigError(f"train: {' '.join(str(error).split())}") from error
+    if args.world_size != launch.world_size():
+        raise RunFailed(f"Trainer sees {args.world_size} ranks, the launcher started {launch.world_size()}")
+    return args
+
+
+def _precision(arguments: Mapping[str, Any], ds: Mapping[str, Any], device: str) -> dict[str, bool]:
+    """What `auto` means here, where neither the run file nor the JSON chooses: bf16 on a GPU that has it,
+    fp16 on an older one, fp32 on the CPU.
+    """
+    chosen = {"bf16", "fp16"} & set(arguments)
+    open_to_choice = [ds.get(name, {}).get("enabled") == "auto" for name in ("bf16", "fp16")]
+    if chosen or not all(open_to_choice) or device == "cpu":
+        return {}
+    name = "bf16" if device != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    logger.info("precision: %s, which this GPU supports", name)
+    return {name: True}
+
+
+def _build_trainer(config: Config, args: TrainingArguments, callbacks: Sequence[TrainerCallback]) -> Any:
+    """Data, tokenizer, model and Trainer, in that order."""
+    with args.main_process_first(desc="reading the data"):
+        splits = batches.load_splits(config.data, config.model.task, seed=args.seed)
+    tokenizer = models.load_tokenizer(config.model, lambda: batches.text_of(splits.train))
+    if config.model.task == "text-classification":
+        parts = _classification(config, args, splits, tokenizer)
+    else:
+        parts = _language_modelling(config, args, splits, tokenizer)
+    trainer = transformers.Trainer(args=args, processing_class=tokenizer, callbacks=list(callbacks), **parts)
+    trainer.remove_callback(transformers.PrinterCallback)
+    if not trainer.is_deepspeed_enabled:
+        raise RunFailed("Trainer did not turn DeepSpeed on", hint="unset ACCELERATE_USE_CPU")
+    count = sum(getattr(p, "ds_numel", p.numel()) for p in parts["model"].parameters())
+    held_out = f", {len(parts['eval_dataset'])} held out" if parts["eval_dataset"] is not None else ""
+    logger.info(
+        "%s with %.1f M parameters, %d examples%s",
+        type(parts["model"]).__name__,
+        count / 1e6,
+        len(parts["train_dataset"]),
+        held_out,
+    )
+    return trainer
+
+
+def _dtype(args: TrainingArguments) -> torch.dtype:
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+
+
+def _classification(
+    config: Config, args: TrainingArguments, splits: batches.Splits, tokenizer: Any
+) -> dict[str, Any]:
+    labels = batches.label_names(splits, models.known_labels(config.model))
+    model = models.load_model(config.model, tokenizer, labels=labels, dtype=_dtype(args))
+    limit = models.length_limit(tokenizer, model.config, config.data.max_length or MAX_LENGTH)
+    tokenizer.padding_side = "right"
+
+    def encode(rows: Any) -> Any:
+        with args.main_process_first(desc="encoding the texts"):
+            return rows and batches.encode_texts(rows, tokenizer, labels, max_length=limit)
+
+    return {
+        "model": model,
+        "train_dataset": encode(splits.train),
+        "eval_dataset": encode(splits.eval),
+        "data_collator": transformers.DataCollatorWithPadding(tokenizer),
+        "compute_metrics": _classification_metrics,
+    }
+
+
+def _language_modelling(
+    config: Config, args: TrainingArguments, splits: batches.Splits, tokenizer: Any
+) -> dict[str, Any]:
+    model = models.load_model(config.model, tokenizer, labels=None, dtype=_dtype(args))
+    block_size = models.length_limit(tokenizer, model.config, config.data.block_size or BLOCK_SIZE)
+    if config.data.block_size and block_size < config.data.block_size:
+        raise ConfigError(
+            f"data.block_size {config.data.block_size} is more than the model's {block_size} positions",
+            hint=f"data.block_size={block_size}",
+        )
+
+    def pack(rows: Any, what: str) -> Any:
+        with args.main_process_first(desc="packing the texts"):
+            return rows and batches.pack_blocks(rows, tokenizer, block_size=block_size, what=what)
+
+    return {
+        "model": model,
+        "train_dataset": pack(splits.train, "data.train"),
+        "eval_dataset": pack(splits.eval, "the held-out data"),
+        "data_collator": transformers.default_data_collator,
+    }
+
+
+def _classification_metrics(prediction: Any) -> dict[str, float]:
+    from sklearn.metrics import accuracy_score, f1_score
+
+    logits = (
+        prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    )
+    chosen = numpy.argmax(logits, axis=-1)
+    return {
+        "accuracy": float(accuracy_score(prediction.label_ids, chosen)),
+        "f1": float(f1_score(prediction.label_ids, chosen, average="macro")),
+    }
+
+
+def _evaluate(trainer: Any) -> dict[str, float]:
+    """Loss with accuracy and F1, or with perplexity, on the held-out rows; empty when there are none."""
+    if trainer.eval_dataset is None:
+        return {}
+    values = trainer.evaluate()
+    metrics = {
+        name: float(values[f"eval_{name}"]) for name in ("loss", "accuracy", "f1") if f"eval_{name}" in values
+    }
+    if "accuracy" not in metrics:
+        metrics["perplexity"] = math.exp(min(metrics["loss"], 700.0))
+    return metrics
+
+
+class _Steps(TrainerCallback):
+    """Tells the progress, stops at a loss that is no number, and saves the first step where asked."""
+
+    def __init__(self, progress: Progress | None, save_first_step: bool) -> None:
+        self.progress = progress
+        self.save_first_step = save_first_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Count the step."""
+        if self.progress and state.is_world_process_zero:
+            self.progress(state.global_step, state.max_steps, "")
+        if self.save_first_step and state.global_step == 1:
+            control.should_save = True
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any) -> None:
+        """Pass on what Trainer logs."""
+        loss = logs.get("loss")
+        if loss is not None and not math.isfinite(float(loss)):
+            raise NonFiniteLoss(
+                f"the loss is {loss} at step {state.global_step}",
+                hint="lower train.learning_rate, or train in bf16 or fp32 rather than fp16",
+            )
+        shown = {name: value for name, value in logs.items() if name in _SHOWN}
+        if self.progress and state.is_world_process_zero and shown:
+            note = "  ".join(f"{_SHOWN[name]} {float(value):.4g}" for name, value in shown.items())
+            self.progress(state.global_step, state.max_steps, note)
+
+
+_SHOWN = {
+    "loss": "loss",
+    "learning_rate": "lr",
+    "grad_norm": "grad norm",
+    "eval_loss": "held-out loss",
+    "eval_accuracy": "accuracy",
+    "eval_f1": "f1",
+}
+
+
+# --- failures ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _explained_failures(args: TrainingArguments) -> Iterator[None]:
+    """Say in dstool's own errors what a run most often dies of."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunFailed(
+            f"out of GPU memory: {str(error).partition('. ')[0]}",
+            hint=f"train.per_device_train_batch_size below {args.per_device_train_batch_size}, "
+            "train.gradient_checkpointing=true, or dstool init-config --stage 3 --offload cpu --force",
+        ) from error
+    except OSError as error:
+        raise RunFailed(
+            f"a file could not be written: {error.filename or args.output_dir}: {error.strerror or error}",
+            hint="df -h shows the space; train.save_total_limit=2 keeps only the newest checkpoints",
+        ) from error
+
+
+# --- what a run leaves -------------------------------------------------------------------------------
+
+
+def _save_fp32(trainer: Any, target: Path) -> None:
+    """The fp32 master weights as a model folder, from a checkpoint of this very step."""
+    with _checkpoint_of_now(trainer) as folder:
+        if trainer.args.process_index == 0:
+            model = _plain_copy(trainer)
+            _load_zero_checkpoint(model, folder)
+            with files.new_folder(target, force=True) as temporary:
+                model.save_pretrained(temporary)
+                trainer.processing_class.save_pretrained(temporary)
+        torch.distributed.barrier()
+
+
+@contextlib.contextmanager
+def _checkpoint_of_now(trainer: Any) -> Iterator[Path]:
+    """A ZeRO checkpoint of the engine as it stands, gone again afterwards. All ranks take part."""
+    folder = Path(trainer.args.output_dir) / ".tmp-save-fp32"
+    trainer.model_wrapped.save_checkpoint(str(folder))
+    try:
+        torch.distributed.barrier()
+        yield folder
+    finally:
+        if trainer.args.process_index == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _plain_copy(trainer: Any) -> Any:
+    """A model of the same architecture in fp32, outside of ZeRO."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    copy = type(model)(model.config)
+    copy.config.dtype = torch.float32
+    if model.can_generate():
+        copy.generation_config = model.generation_config
+    return copy.float()
+
+
+def _load_zero_checkpoint(model: Any, folder: Path) -> None:
+    from deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
+
+    load_state_dict_from_zero_checkpoint(model, str(folder))
+
+
+def _record(config: Config, result: TrainResult) -> None:
+    """Write beside the weights the resolved run file and the versions that made them."""
+    versions = {
+        name: importlib.metadata.version(name)
+        for name in ("torch", "deepspeed", "transformers", "accelerate", "datasets")
+    }
+    versions = {"dstool": __version__, "python": sys.version.split()[0], **versions}
+    head = "".join(f"# {name} {version}\n" for name, version in versions.items())
+    files.write_text(result.output_dir / RUN_FILE, head + dump(config))
+    values = {"versions": versions, **asdict(result)}
+    files.write_text(
+        result.output_dir / RECORD, json.dumps(values, indent=2, default=str, ensure_ascii=False) + "\n"
+    )
