@@ -53,7 +53,7 @@ def _fail(error: DstoolError) -> int:
     if launch.reports_to_parent():
         launch.report_error(error)
         return error.exit_code
-    if launch.rank() and isinstance(error, ConfigError | InputError):
+    if log.rank() and isinstance(error, ConfigError | InputError):
         # Every rank reads the same files and finds the same fault: rank 0 says it, and its end ends this one.
         time.sleep(OTHERS_SECONDS)
     out.error(error)
@@ -69,7 +69,7 @@ def _crash(error: Exception) -> int:
     if launch.reports_to_parent():
         launch.report_error(
             RankFailed(
-                f"rank {launch.rank()} ended with {type(error).__name__}: {error}",
+                f"rank {log.rank()} ended with {type(error).__name__}: {error}",
                 hint="see the traceback above",
             )
         )
@@ -211,7 +211,7 @@ def train(
         progress.close()
     if launch.reports_to_parent():
         launch.report_result(asdict(trained))
-    elif launch.rank() == 0:
+    elif log.rank() == 0:
         _show_trained(asdict(trained))
 
 
@@ -364,7 +364,7 @@ def infer(
     flags = {"infer.dtype": dtype, "infer.max_new_tokens": max_new_tokens}
     loaded = load(config, words=words or (), flags=flags, required=model is None)
     out.as_json = as_json
-    if launch.rank():
+    if log.rank():
         return
     if not text:
         raise ConfigError("there is no text", hint='dstool infer --text "..."')
@@ -396,7 +396,7 @@ def find_input(path: Path | None, run_dir: Path) -> Path:
 def _once(work: Callable[[], Any], title: str, as_json: bool, next_command: Callable[[Any], str]) -> None:
     """Do `work` in one process, however many ranks were started for it, and show what it returns."""
     out.as_json = as_json
-    if launch.rank():
+    if log.rank():
         return
     with out.guard_stdout():
         result = work()

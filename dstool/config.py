@@ -426,12 +426,16 @@ def _type_of(node: ast.expr) -> Any:
 def dump(config: Config) -> str:
     """The config as a run file: everything that was given, and dstool's defaults."""
     values = config.model_dump(mode="json", exclude_none=True)
-    values["train"] = {**config.train.model_dump(mode="json", exclude_unset=True), **_own_train(config)}
+    own = {name: getattr(config.train, name) for name in TrainSection.model_fields}
+    values["train"] = {**config.train.model_dump(mode="json", exclude_unset=True), **own}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def _own_train(config: Config) -> dict[str, Any]:
-    return {name: getattr(config.train, name) for name in TrainSection.model_fields}
+def resolve(config: Config) -> Config:
+    """The same config with absolute paths, for a copy of the run file in another folder."""
+    values = config.model_dump(mode="json", exclude_unset=True)
+    _rebase(values, Path.cwd())
+    return _config_model().model_validate(values)
 
 
 def explain(loaded: Loaded) -> list[tuple[str, Any, str]]:

@@ -53,10 +53,15 @@ class Console:
 
     @contextlib.contextmanager
     def guard_stdout(self) -> Iterator[None]:
-        """Send file descriptor 1 to stderr meanwhile: DeepSpeed and its children write to it at will."""
+        """Take file descriptor 1 away meanwhile: DeepSpeed and its children write to it at will.
+
+        What they say goes nowhere, or to stderr with `DSTOOL_DEBUG=1`.
+        """
         sys.stdout.flush()
         saved = os.dup(1)
-        os.dup2(2, 1)
+        elsewhere = os.dup(2) if log.debug() else os.open(os.devnull, os.O_WRONLY)
+        os.dup2(elsewhere, 1)
+        os.close(elsewhere)
         try:
             yield
         finally:

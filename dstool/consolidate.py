@@ -93,7 +93,7 @@ def consolidate(
 
 
 def default_output(found: layout.ZeroCheckpoint) -> Path:
-    """`consolidated/NAME` beside the checkpoint, in a folder that Trainer's clean-up of checkpoints leaves."""
+    """`consolidated/NAME` beside the checkpoint, where Trainer's rotation of checkpoints does not reach."""
     return found.root.parent / "consolidated" / found.root.name
 
 

@@ -147,7 +147,7 @@ def _continue(
     room = positions - settings.max_new_tokens
     if room < 1:
         raise InputError(
-            f"the model has {positions} positions, and infer.max_new_tokens takes {settings.max_new_tokens} of them",
+            f"infer.max_new_tokens={settings.max_new_tokens} leaves no room in {positions} positions",
             hint=f"infer.max_new_tokens={positions // 2}",
         )
     tokenizer.truncation_side = "left"

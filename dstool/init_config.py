@@ -74,14 +74,32 @@ def run_file_text(
     json_path: str, options: Options, *, model: str | None, data: str | None, task: Task
 ) -> str:
     """A run file with a comment on every line: for `model` and `data`, or runnable on the bundled sample."""
-    parts = [
-        _HEAD,
-        _model_text(model, task),
-        _data_text(data, task),
-        _train_text(model is not None, options),
-        _TAIL,
+    other = "causal-lm" if task == "text-classification" else "text-classification"
+    lines = [
+        ("model:", "what is trained"),
+        (f"  task: {task}", f"or {other}"),
+        *(
+            ((f"  name: {_quoted(model)}", "a folder, or a name on the Hugging Face hub"),)
+            if model
+            else _SCRATCH[task]
+        ),
+        *_data_lines(data, task),
+        *_train_lines(model is not None, options),
+        (f"deepspeed: {_quoted(json_path)}", "the DeepSpeed JSON: a path, or the same mapping written here"),
     ]
-    return "\n".join(parts).replace("DS_CONFIG", json_path)
+    return _HEAD + "".join(_line(text, comment) for text, comment in lines)
+
+
+def _line(text: str, comment: str) -> str:
+    blank = "" if text.startswith(" ") else "\n"
+    return f"{blank}{text:<32} # {comment}\n"
+
+
+def _quoted(text: str) -> str:
+    """`text` as a YAML scalar."""
+    import yaml
+
+    return yaml.safe_dump(text, allow_unicode=True, width=10_000).splitlines()[0]
 
 
 _HEAD = """\
@@ -90,82 +108,58 @@ _HEAD = """\
 # What a run would use, and where each value is from: dstool train --show-config
 """
 
+_SIZES = (
+    ("    vocab_size: 2000", "its tokenizer is trained on the data, up to this size"),
+    ("    hidden_size: 128", "the width of a layer"),
+    ("    num_hidden_layers: 2", "the layers"),
+    ("    num_attention_heads: 4", "the heads in each"),
+    ("    intermediate_size: 256", "the width inside a feed-forward block"),
+    ("    max_position_embeddings: 128", "the longest text, in tokens"),
+)
 _SCRATCH = {
-    "text-classification": """\
-  from_scratch:                  # a small model with random weights, to try everything at once; delete
-    model_type: bert             #   these lines and write   name: FOLDER_OR_HUB_NAME   for a real one
-    vocab_size: 2000             #   (its tokenizer is trained on the data, up to this size)
-    hidden_size: 128
-    num_hidden_layers: 2
-    num_attention_heads: 4
-    intermediate_size: 256
-    max_position_embeddings: 128""",
-    "causal-lm": """\
-  from_scratch:                  # a small model with random weights, to try everything at once; delete
-    model_type: llama            #   these lines and write   name: FOLDER_OR_HUB_NAME   for a real one
-    vocab_size: 2000             #   (its tokenizer is trained on the data, up to this size)
-    hidden_size: 128
-    num_hidden_layers: 2
-    num_attention_heads: 4
-    intermediate_size: 256
-    max_position_embeddings: 256""",
+    task: (
+        ("  from_scratch:", "a small model with random weights, to try everything at once;"),
+        (f"    model_type: {kind}", "for a real one, name: FOLDER_OR_HUB_NAME in place of this block"),
+        *_SIZES,
+    )
+    for task, kind in (("text-classification", "bert"), ("causal-lm", "llama"))
 }
 
 
-def _model_text(model: str | None, task: Task) -> str:
-    other = "causal-lm" if task == "text-classification" else "text-classification"
-    body = (
-        f"  name: {_quoted(model):<25}# a folder, or a name on the Hugging Face hub"
-        if model
-        else _SCRATCH[task]
-    )
-    return f"model:\n  task: {task:<25}# or {other}\n{body}\n"
+def _data_lines(data: str | None, task: Task) -> list[tuple[str, str]]:
+    last = {
+        "text-classification": ("  label_column: label", "the column with the label: words or whole numbers"),
+        "causal-lm": ("  block_size: 128", "tokens in a block; texts are packed end to end"),
+    }
+    return [
+        ("data:", "the text"),
+        (
+            f"  train: {_quoted(data or SAMPLE)}",
+            "csv, tsv, jsonl, parquet, txt: file, folder, glob or hub name",
+        ),
+        ("  eval_split: 0.2", "the part that is held out; or name a file: eval: valid.csv"),
+        ("  text_column: text", "the column with the text"),
+        last[task],
+    ]
 
 
-def _data_text(data: str | None, task: Task) -> str:
-    label = "  label_column: label            # the column with the label: words or whole numbers\n"
-    size = "  block_size: 128                # tokens in a block; texts are packed end to end\n"
-    return (
-        "data:\n"
-        f"  train: {_quoted(data or SAMPLE):<24}# csv, tsv, jsonl, parquet or txt: a file, folder, glob or hub name\n"
-        "  eval_split: 0.2                # the part held out for evaluation; or name files: eval: valid.csv\n"
-        "  text_column: text              # the column with the text\n"
-        f"{label if task == 'text-classification' else size}"
-    )
-
-
-def _train_text(real_model: bool, options: Options) -> str:
-    rate = "2e-5 " if real_model else "1e-3 "
-    first = (
-        "  save_first_step: false         # true: also a checkpoint after the first step, to see that saving works\n"
-        if real_model
-        else "  save_first_step: true          # also a checkpoint after the first step, to see that saving works\n"
-    )
-    scheduler = (
-        ""
-        if options.scheduler != "none"
-        else "  lr_scheduler_type: linear      # the course of the learning rate\n"
-    )
-    return (
-        "train:                           # every field of transformers.TrainingArguments, under its own name\n"
-        "  output_dir: out                # checkpoints, the final model and the settings of the run go here\n"
-        "  num_train_epochs: 1            # passes over the data\n"
-        "  per_device_train_batch_size: 8 # rows per rank and step\n"
-        f"  learning_rate: {rate}           # the JSON's `auto` values are filled in from here\n"
-        f"{scheduler}"
-        "  save_strategy: epoch           # when to write a checkpoint: epoch, steps or no\n"
-        f"{first}"
-        "  save_fp32: false               # true: also leave the fp32 weights, in out/fp32\n"
-    )
-
-
-_TAIL = """\
-deepspeed: DS_CONFIG        # the DeepSpeed JSON: a path, or the same mapping written here
-"""
-
-
-def _quoted(text: str) -> str:
-    """`text` as a YAML scalar."""
-    import yaml
-
-    return yaml.safe_dump(text, allow_unicode=True, width=10_000).splitlines()[0]
+def _train_lines(real_model: bool, options: Options) -> list[tuple[str, str]]:
+    own_scheduler = [("  lr_scheduler_type: linear", "the course of the learning rate")]
+    return [
+        ("train:", "every field of transformers.TrainingArguments, by its name"),
+        ("  output_dir: out", "checkpoints, the final model and the run's settings go here"),
+        ("  num_train_epochs: 1", "passes over the data"),
+        ("  per_device_train_batch_size: 8", "rows per rank and step"),
+        (
+            f"  learning_rate: {'5e-5' if real_model else '1e-3'}",
+            "fills the JSON's `auto` values, like the rest",
+        ),
+        ("  warmup_steps: 0.1", "steps until the full rate; below 1 it is a share of all steps"),
+        *(own_scheduler if options.scheduler == "none" else []),
+        ("  save_strategy: epoch", "when to write a checkpoint: epoch, steps or no"),
+        (
+            f"  save_first_step: {'false' if real_model else 'true'}",
+            "whether to write one after the first step too",
+        ),
+        ("  save_fp32: false", "whether to leave the fp32 weights as well, in out/fp32"),
+    ]

@@ -34,8 +34,7 @@ from dstool.errors import (
     RunFailed,
     by_name,
 )
-from dstool.log import quiet_deepspeed
-from dstool.log import rank as rank
+from dstool.log import quiet_deepspeed, rank
 
 logger = logging.getLogger("dstool.launch")
 
@@ -127,11 +126,13 @@ def run(command: Sequence[str], *, num_gpus: int | None = None, include: str | N
         DstoolError: of the class that the first failing rank reported.
         RankFailed: a rank died without a word.
     """
-    devices = choose_devices(accelerators(), num_gpus=num_gpus, include=include)
+    gpus = accelerators()
+    devices = choose_devices(gpus, num_gpus=num_gpus, include=include)
+    environment = dict(os.environ) if gpus else {"DS_ACCELERATOR": "cpu", **os.environ}
     with tempfile.TemporaryDirectory(prefix="dstool-") as folder:
         report = Path(folder, "result.json")
         argv = launcher_argv(command, devices)
-        code = _run_in_session(argv, {**os.environ, RESULT_VARIABLE: str(report)})
+        code = _run_in_session(argv, {**environment, RESULT_VARIABLE: str(report)})
         return _read_report(report, code)
 
 
@@ -297,15 +298,22 @@ def check_build_locks() -> None:
     Raises:
         EnvironmentUnfit: a lock that no running build holds; names the file.
     """
-    root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    folders = [Path(root)] if root else [Path("~/.cache/torch_extensions").expanduser()]
-    locks = [lock for folder in folders for lock in (*folder.glob("*/lock"), *folder.glob("*/*/lock"))]
-    stale = [lock for lock in locks if _is_stale(lock)]
+    folder = _extensions_folder()
+    stale = [lock for lock in (*folder.glob("*/lock"), *folder.glob("*/*/lock")) if _is_stale(lock)]
     if stale:
         raise EnvironmentUnfit(
             f"{stale[0]} was left by a build that was killed, and DeepSpeed would wait for it for ever",
             hint="rm " + " ".join(str(lock) for lock in stale),
         )
+
+
+def is_built(op: str) -> bool:
+    """Whether DeepSpeed's op of that name has been compiled here before."""
+    return any(_extensions_folder().rglob(f"{op}.so"))
+
+
+def _extensions_folder() -> Path:
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
 
 
 def _is_stale(lock: Path) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 
 
 def rank() -> int:
@@ -44,6 +45,7 @@ def set_up() -> None:
     logger.propagate = False
     logger.setLevel(logging.DEBUG if debug() else logging.INFO)
     if not debug():
+        warnings.filterwarnings("ignore")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -303,7 +303,7 @@ def check_loading(path: Path, info: Mapping[str, Any]) -> None:
         if keys:
             raise ModelError(
                 f"{path}: {len(keys)} {kind.replace('_', ' ')} among its weights, {keys[0]} is one",
-                hint="the weights and config.json are not of the same model; make the folder anew with dstool merge",
+                hint="weights and config.json are not of one model; dstool merge makes a whole folder",
             )
 
 

@@ -44,10 +44,13 @@ def settle(config: Config) -> read.Reconciled:
     """
     if config.deepspeed is None:
         raise ConfigError(
-            "the run file names no DeepSpeed JSON", hint="dstool init-config, then deepspeed: ds_config.json"
+            "the run file names no DeepSpeed JSON",
+            hint="dstool init-config writes one, deepspeed: ds_config.json names it",
         )
-    given = config.deepspeed if isinstance(config.deepspeed, dict) else read.read(Path(config.deepspeed))
-    return read.reconcile(given, config.train.arguments())
+    if isinstance(config.deepspeed, dict):
+        return read.reconcile(config.deepspeed, config.train.arguments(), json_name="deepspeed:")
+    given = read.read(Path(config.deepspeed))
+    return read.reconcile(given, config.train.arguments(), json_name=config.deepspeed)
 
 
 def check_output(output_dir: Path) -> None:
@@ -55,7 +58,7 @@ def check_output(output_dir: Path) -> None:
     if files.occupied(output_dir):
         raise ConfigError(
             f"{output_dir} exists and is not empty",
-            hint="--resume goes on from its newest checkpoint, --force starts anew, train.output_dir=DIR names another",
+            hint="--resume goes on from its newest checkpoint, --force starts anew, or train.output_dir=DIR",
         )
 
 

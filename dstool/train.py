@@ -26,9 +26,9 @@ import torch
 import transformers
 from transformers import TrainerCallback, TrainingArguments
 
-from dstool import __version__, files, launch, models, preflight
+from dstool import __version__, files, launch, log, models, preflight
 from dstool.checkpoint import layout
-from dstool.config import RUN_FILE, Config, dump
+from dstool.config import RUN_FILE, Config, dump, resolve
 from dstool.data import batches
 from dstool.ds_config import read
 from dstool.errors import (
@@ -138,7 +138,7 @@ def _claim_output(output_dir: Path, arguments: dict[str, Any], *, force: bool, r
         _check_world_size(found)
         logger.info("resuming from %s", found.root)
         return found.root
-    if launch.rank() == 0:
+    if log.rank() == 0:
         if not force:
             preflight.check_output(output_dir)
         for stale in (*layout.checkpoints(output_dir), output_dir / "consolidated", output_dir / "fp32"):
@@ -151,8 +151,8 @@ def _check_world_size(found: layout.ZeroCheckpoint) -> None:
     if found.stage and found.world_size != launch.world_size():
         raise CheckpointError(
             f"{found.root} was written by {found.world_size} ranks, and this run has {launch.world_size()}",
-            hint=f"--num-gpus {found.world_size}; or dstool consolidate {found.root}, then train on from those weights "
-            "with model.name=...",
+            hint=f"--num-gpus {found.world_size}; or dstool consolidate {found.root}, "
+            "then train on from those weights with model.name=...",
         )
 
 
@@ -166,6 +166,7 @@ def _start_distributed(ds: dict[str, Any]) -> str:
     deepspeed = launch.import_deepspeed()
     device = launch.accelerator()
     _check_offload(ds)
+    _announce_builds(ds, device)
     if device == "cpu":
         ranks = launch.world_size()
         logger.info("no GPU found: training on the CPU over gloo, %d rank%s", ranks, "s" if ranks > 1 else "")
@@ -177,7 +178,7 @@ def _start_distributed(ds: dict[str, Any]) -> str:
             port = os.environ.get("MASTER_PORT")
             raise RunFailed(
                 f"port {port} is taken, perhaps by a run that was killed",
-                hint=f"deepspeed --master_port {launch.free_port()} ..., or dstool train, which looks for a free one",
+                hint=f"dstool train, or deepspeed --master_port {launch.free_port()} dstool train",
             ) from error
         raise
     return device
@@ -238,6 +239,14 @@ def _check_offload(ds: Mapping[str, Any]) -> None:
             "offloading to NVMe needs the library libaio and its headers, which were not found",
             hint="apt-get install libaio-dev (Debian, Ubuntu) or dnf install libaio-devel",
         )
+
+
+def _announce_builds(ds: Mapping[str, Any], device: str) -> None:
+    """Say why the first run on a machine seems to stand still: DeepSpeed compiles its optimizer then."""
+    offloads = bool((ds["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none")
+    op = "cpu_adam" if offloads else "fused_adam"
+    if (offloads or (device == "cpu" and "optimizer" in ds)) and not launch.is_built(op):
+        logger.info("DeepSpeed compiles its optimizer (%s), the first time only: a few minutes", op)
 
 
 # --- the Trainer -------------------------------------------------------------------------------------
@@ -496,7 +505,7 @@ def _record(config: Config, result: TrainResult) -> None:
     }
     versions = {"dstool": __version__, "python": sys.version.split()[0], **versions}
     head = "".join(f"# {name} {version}\n" for name, version in versions.items())
-    files.write_text(result.output_dir / RUN_FILE, head + dump(config))
+    files.write_text(result.output_dir / RUN_FILE, head + dump(resolve(config)))
     values = {"versions": versions, **asdict(result)}
     files.write_text(
         result.output_dir / RECORD, json.dumps(values, indent=2, default=str, ensure_ascii=False) + "\n"

@@ -25,8 +25,8 @@ from dstool.errors import ConfigError, DataError
 
 logger = logging.getLogger("dstool.data")
 
-IGNORED = -100
-"""The label of a token that counts for no loss (torch.nn.CrossEntropyLoss)."""
+UNLABELLED = -1
+"""The label of a row without one, in the hub's classification sets (the test splits of GLUE)."""
 
 
 @dataclass(frozen=True)
@@ -103,18 +103,29 @@ def _load_files(files: Sequence[Path], section: DataSection, columns: Columns) -
 
 
 def _generate(
-    files: list[list[str]], columns: Columns, encoding: str, skip_bad_rows: bool, closed: bool, stamps: object
+    files: list[list[str]],
+    columns: Columns,
+    encoding: str,
+    *,
+    skip_bad_rows: bool,
+    closed: bool,
+    stamps: object,
 ) -> Iterator[dict[str, Any]]:
     paths = [Path(file) for file in files[0]]
     for row in read_rows(paths, columns, encoding=encoding, skip_bad_rows=skip_bad_rows):
-        yield {
-            "text": row.text if isinstance(row.text, str) else json.dumps(row.text, ensure_ascii=False),
-            "messages": not isinstance(row.text, str),
-            "text_pair": row.text_pair or "",
-            "label": "" if row.label is None else str(row.label),
-            "where": row.where,
-            "closed": closed,
-        }
+        yield _record(row.text, row.text_pair, row.label, row.where, closed=closed)
+
+
+def _record(text: Any, text_pair: str | None, label: object, where: str, *, closed: bool) -> dict[str, Any]:
+    """A row as it is kept: messages as JSON, the label as text, since columns have one type each."""
+    return {
+        "text": text if isinstance(text, str) else json.dumps(text, ensure_ascii=False),
+        "messages": not isinstance(text, str),
+        "text_pair": text_pair or "",
+        "label": "" if label is None else str(label),
+        "where": where,
+        "closed": closed,
+    }
 
 
 def _load_hub(name: str, section: DataSection, columns: Columns, split: str) -> datasets.Dataset:
@@ -123,7 +134,7 @@ def _load_hub(name: str, section: DataSection, columns: Columns, split: str) -> 
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"{name}: there is no such file here, and the Hugging Face hub did not give a data set of that name",
+            f"{name}: no such file here, and the Hugging Face hub did not give a data set of that name",
             hint=f"check the spelling and the network ({reason})",
         ) from error
     for key in ("text", "label", "text_pair"):
@@ -133,22 +144,18 @@ def _load_hub(name: str, section: DataSection, columns: Columns, split: str) -> 
                 f"{name} has no column '{column}'; its columns are: {', '.join(rows.column_names)}",
                 hint=f"set data.{key}_column",
             )
-    label = rows.features[columns.label] if columns.label else None
+    feature = rows.features[columns.label] if columns.label else None
 
     def plain(row: dict[str, Any], index: int) -> dict[str, Any]:
-        text, value = row[columns.text], row[columns.label] if columns.label else ""
+        text, label = row[columns.text], row[columns.label] if columns.label else ""
         place = f"{name}: row {index + 1}"
-        if not text or value is None:
-            raise DataError(f"{place} has no {'label' if text else 'text'}", hint="name another data set")
-        named = label.int2str(value) if isinstance(label, datasets.ClassLabel) else str(value)
-        return {
-            "text": text if isinstance(text, str) else json.dumps(text, ensure_ascii=False),
-            "messages": not isinstance(text, str),
-            "text_pair": row[columns.text_pair] if columns.text_pair else "",
-            "label": named,
-            "where": place,
-            "closed": True,
-        }
+        if not text or label is None or label == UNLABELLED:
+            raise DataError(
+                f"{place} has no {'label' if text else 'text'}", hint="name another data set or split"
+            )
+        named = feature.int2str(label) if isinstance(feature, datasets.ClassLabel) else label
+        pair = row[columns.text_pair] if columns.text_pair else None
+        return _record(text, pair, named, place, closed=True)
 
     return rows.map(plain, with_indices=True, remove_columns=rows.column_names)
 

@@ -222,7 +222,11 @@ def _precision(precision: Precision) -> dict[str, Any]:
 
 
 def _block(key: str, name: str, params: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The block for optimizer or scheduler `name`; nothing for "none", then Trainer makes its own."""
+    """The block for optimizer or scheduler `name`; nothing for "none", then Trainer makes its own.
+
+    Either goes with either: a DeepSpeed scheduler drives Trainer's optimizer and the reverse (transformers
+    5.24 integrations/deepspeed.py `deepspeed_optim_sched`; run on the CPU at stages 0 to 3).
+    """
     return {} if name == "none" else {key: {"type": name, "params": dict(params[name])}}
 
 

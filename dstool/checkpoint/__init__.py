@@ -1,0 +1,1 @@
+"""ZeRO checkpoints: which files make one (`layout`), their weights (`assemble`), writing them (`writer`)."""

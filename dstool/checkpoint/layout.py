@@ -1,0 +1,536 @@
+"""Which files make a ZeRO checkpoint, and whether they are all there and belong together.
+
+What `DeepSpeedEngine.save_checkpoint` leaves behind (deepspeed/runtime/engine.py, 0.19.8):
+
+    checkpoint-N/                                         the root, a run's own name for it
+        latest                                            one line, the tag
+        global_stepN/                                     the tag folder
+            [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   stages 1 to 3, one per rank
+            mp_rank_00_model_states.pt                         stages 0 to 2
+            zero_pp_rank_R_mp_rank_00_model_states.pt          stage 3, one per rank
+            offloaded_tensors/rankRR/*.swp                     stage 3 with the optimizer on NVMe
+
+Nothing here trusts the number of files: the world size, the stage and the step come from inside them.
+No pickle is executed and no tensor data is read, except the one number that is a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dstool.errors import CheckpointError
+
+logger = logging.getLogger("dstool.checkpoint")
+
+LATEST = "latest"
+SWAP_FOLDER = "offloaded_tensors"
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "adapter_model.safetensors",
+)
+
+_RUN_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
+_MODEL_OF_RANK = re.compile(r"zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
+_OPTIM = re.compile(r"(?:\w+?_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+_MODEL_KEYS = ("module", "param_shapes", "buffer_names", "shared_params")
+_FOREIGN = {
+    "mixture-of-experts": re.compile(r"expp_rank_\d+_.*|(?:layer_\d+_)?expert_\d+_.*"),
+    "pipeline-parallel": re.compile(r"layer_\d+-model.*"),
+    "tensor-parallel": re.compile(r".*mp_rank_0*[1-9]\d*_(?:model|optim)_states\.pt"),
+}
+
+
+@dataclass(frozen=True)
+class ZeroCheckpoint:
+    """A checkpoint whose files have been found complete and of one step."""
+
+    root: Path
+    """The folder that holds `latest`, such as checkpoint-100."""
+    tag: str
+    """The name of the folder inside it, such as global_step100."""
+    stage: int
+    """0 to 3."""
+    world_size: int
+    """Data-parallel ranks, each with one partition."""
+    step: int
+    """Optimizer steps done (`global_steps`)."""
+    deepspeed_version: str
+    model_files: tuple[Path, ...]
+    """In the order of ranks; one file below stage 3."""
+    optim_files: tuple[Path, ...]
+    """In the order of ranks; none at stage 0."""
+    nvme: bool
+    """Whether some fp32 partitions lie under offloaded_tensors/."""
+
+    @property
+    def folder(self) -> Path:
+        """The tag folder."""
+        return self.root / self.tag
+
+    def swap_folder(self, rank: int) -> Path:
+        """Where the partitions that `rank` had on NVMe were copied, in the tag folder or the root."""
+        choices = [base / SWAP_FOLDER / f"rank{rank:02d}" for base in (self.folder, self.root)]
+        return next((choice for choice in choices if choice.is_dir()), choices[0])
+
+
+# --- the three levels that are accepted ------------------------------------------------------------
+
+
+def find(path: Path) -> ZeroCheckpoint:
+    """The checkpoint at `path`: a checkpoint-N, a global_stepN inside one, or a run's output folder.
+
+    Raises:
+        CheckpointError: nothing there, a file missing or damaged, files of two steps or of a kind that
+            cannot be read. The message names the file or folder.
+    """
+    if not path.is_dir():
+        raise _not_a_folder(path)
+    if (path / LATEST).is_file():
+        return _inspect(path, _read_latest(path))
+    if _is_tag_folder(path):
+        home = path.resolve()
+        return _inspect(path.parent if path.name == home.name else home.parent, home.name)
+    if tags := _tag_folders(path):
+        names = ", ".join(tag.name for tag in tags)
+        raise CheckpointError(
+            f"{path / LATEST} is missing, and only it says which of these is meant: {names}",
+            hint=f"name the folder itself: dstool consolidate {tags[-1]}",
+        )
+    if _run_checkpoints(path):
+        return newest_complete(path)
+    raise _nothing_in(path)
+
+
+def newest_complete(run_dir: Path) -> ZeroCheckpoint:
+    """The highest checkpoint-N in a run's output folder that is complete.
+
+    Newer ones that are not complete are passed over with a warning.
+
+    Raises:
+        CheckpointError: there is none; says what is wrong with the newest.
+    """
+    if not run_dir.is_dir():
+        raise _not_a_folder(run_dir)
+    problems: list[CheckpointError] = []
+    for candidate in _run_checkpoints(run_dir):
+        try:
+            found = find(candidate)
+        except CheckpointError as problem:
+            problems.append(problem)
+            continue
+        for passed in problems:
+            logger.warning("%s is used, since a newer one cannot be: %s", found.root, passed.message)
+        return found
+    raise problems[0] if problems else _nothing_in(run_dir)
+
+
+def is_zero(path: Path) -> bool:
+    """Whether `path` looks like something that `find` takes. Reads names only."""
+    if not path.is_dir():
+        return False
+    return _is_root(path) or _is_tag_folder(path) or any(_is_root(each) for each in _run_checkpoints(path))
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoint-N folders in a run's output folder, oldest first. Reads names only."""
+    return _run_checkpoints(run_dir)[::-1] if run_dir.is_dir() else []
+
+
+def _is_root(path: Path) -> bool:
+    return (path / LATEST).is_file() or bool(_tag_folders(path))
+
+
+def _is_tag_folder(path: Path) -> bool:
+    return path.is_dir() and any(any(path.glob(f"*_{kind}_states.pt")) for kind in ("model", "optim"))
+
+
+def _tag_folders(root: Path) -> list[Path]:
+    """The folders in `root` with ZeRO files in them, in the order of their step."""
+    return sorted((entry for entry in root.iterdir() if _is_tag_folder(entry)), key=_natural)
+
+
+def _run_checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoint-N folders of a run, newest first."""
+    found = (entry for entry in run_dir.iterdir() if _RUN_CHECKPOINT.fullmatch(entry.name) and entry.is_dir())
+    return sorted(found, key=_natural, reverse=True)
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+
+
+def _read_latest(root: Path) -> str:
+    """The tag that `latest` names, checked to be a folder in `root`."""
+    file = root / LATEST
+    tags = _tag_folders(root)
+    hint = f"name the folder itself: dstool consolidate {tags[-1]}" if tags else _other_hint(root)
+    try:
+        tag = file.read_text(encoding="utf-8").strip()
+    except (UnicodeDecodeError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read as text: {error}", hint=hint) from error
+    if not tag:
+        raise CheckpointError(f"{file} is empty, it should name a folder beside it", hint=hint)
+    if "\n" in tag or "\0" in tag or Path(tag).name != tag or not (root / tag).is_dir():
+        raise CheckpointError(f"{file} names {tag[:80]!r}, which is no folder in {root}", hint=hint)
+    return tag
+
+
+# --- one tag folder ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The names in a tag folder, sorted by what they are."""
+
+    root: Path
+    folder: Path
+    model: Path | None
+    models: Mapping[int, Path]
+    optims: Mapping[int, Path]
+
+    @property
+    def every_model(self) -> list[Path]:
+        return [*([self.model] if self.model else []), *self.models.values()]
+
+
+@dataclass(frozen=True)
+class _ModelHead:
+    """What a model-state file says of the run."""
+
+    file: Path
+    world_size: int
+    step: int
+    skipped: int
+    version: str
+    partitioned: bool
+    bf16: bool
+
+
+@dataclass(frozen=True)
+class _OptimHead:
+    """What an optimizer-state file says of the run."""
+
+    file: Path
+    stage: int
+    world_size: int
+    step: int | None
+    swapped: bool
+
+
+def _inspect(root: Path, tag: str) -> ZeroCheckpoint:
+    files = _sort_names(root, root / tag)
+    models = [_model_head(file, root) for file in files.every_model]
+    optims = [_optim_head(file, root) for file in files.optims.values()]
+    sizes = [(head.file, head.world_size) for head in models] + [
+        (head.file, head.world_size) for head in optims
+    ]
+    world_size = int(_agreed(sizes, "world size", root))
+    stage = _stage(files, models, optims)
+    model_files = _complete_models(files, stage, world_size)
+    optim_files = _complete_optims(files, stage, world_size, bf16=any(head.bf16 for head in models))
+    step = _agreed([(head.file, head.step) for head in models], "global step", root)
+    updates = _agreed([(head.file, head.step) for head in optims], "optimizer step", root)
+    done = step - models[0].skipped
+    if updates is not None and updates != done:
+        logger.warning(
+            "%s: the optimizer has made %d steps, the model file says %d", root / tag, updates, done
+        )
+    nvme = any(head.swapped for head in optims)
+    found = ZeroCheckpoint(
+        root, tag, stage, world_size, step, models[0].version, model_files, optim_files, nvme
+    )
+    _check_swap_folders(found)
+    return found
+
+
+def _sort_names(root: Path, folder: Path) -> _Files:
+    """Sort the names in a tag folder, refusing the kinds that hold other things than ZeRO partitions."""
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    for kind, pattern in _FOREIGN.items():
+        if name := next(filter(pattern.fullmatch, names), None):
+            raise _refuse_foreign(root, folder, kind, name)
+    files = _Files(
+        root,
+        folder,
+        next((folder / name for name in names if _MODEL.fullmatch(name)), None),
+        _by_rank(folder, names, _MODEL_OF_RANK),
+        _by_rank(folder, names, _OPTIM),
+    )
+    if files.model and files.models:
+        one, other = files.model.name, next(iter(files.models.values())).name
+        raise CheckpointError(
+            f"{folder} holds both {one} (stages 0 to 2) and {other} (stage 3): two runs are mixed",
+            hint=_other_hint(root),
+        )
+    if not files.every_model and not files.optims:
+        if (folder / "zero").is_dir():
+            raise CheckpointError(
+                f"{folder} is a universal checkpoint, which holds no ZeRO partitions",
+                hint="name the folder that it was made from",
+            )
+        raise CheckpointError(
+            f"{folder} holds no *_model_states.pt and no *_optim_states.pt", hint=_other_hint(root)
+        )
+    return files
+
+
+def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, Path]:
+    """The files that `pattern` matches, by rank and in the order of ranks."""
+    found: dict[int, Path] = {}
+    for name in names:
+        if match := pattern.fullmatch(name):
+            rank = int(match["rank"])
+            if rank in found:
+                raise CheckpointError(
+                    f"{folder} holds {found[rank].name} and {name}, both of rank {rank}: two runs are mixed",
+                    hint=f"keep the one whose date fits the other files: ls -l {folder}",
+                )
+            found[rank] = folder / name
+    return dict(sorted(found.items()))
+
+
+def _refuse_foreign(root: Path, folder: Path, kind: str, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder / name} is part of a {kind} checkpoint, which dstool cannot put together",
+        hint=f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {folder} "
+        f"--output_folder {root / (folder.name + '_universal')}",
+    )
+
+
+def _stage(files: _Files, models: list[_ModelHead], optims: list[_OptimHead]) -> int:
+    """The ZeRO stage, from the optimizer files when there are any."""
+    if optims and (odd := next((head.file for head in models if not head.partitioned), None)):
+        raise CheckpointError(
+            f"{odd} is of stage 0, but {optims[0].file.name} holds ZeRO partitions: two runs are mixed",
+            hint=_other_hint(files.root),
+        )
+    if optims:
+        return int(_agreed([(head.file, head.stage) for head in optims], "ZeRO stage", files.root))
+    if files.models:
+        return 3
+    return 1 if models[0].partitioned else 0
+
+
+def _complete_models(files: _Files, stage: int, world_size: int) -> tuple[Path, ...]:
+    if stage == 3:
+        known = files.models.get(next(iter(files.models), 0))
+        name = known.name if known else "zero_pp_rank_0_mp_rank_00_model_states.pt"
+        return _complete(files, files.models, world_size, name)
+    if files.model is None:
+        raise _missing(files, "mp_rank_00_model_states.pt", "the only file of names and shapes")
+    return (files.model,)
+
+
+def _complete_optims(files: _Files, stage: int, world_size: int, *, bf16: bool) -> tuple[Path, ...]:
+    if stage == 0:
+        return ()
+    known = next(iter(files.optims.values()), None)
+    name = known.name if known else f"{'bf16_' if bf16 else ''}zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    return _complete(files, files.optims, world_size, name)
+
+
+def _complete(files: _Files, found: Mapping[int, Path], world_size: int, name: str) -> tuple[Path, ...]:
+    """One file for each rank, no more and no less; `name` shows how they are called."""
+    for rank in range(world_size):
+        if rank not in found:
+            absent = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", name)
+            raise _missing(files, absent, f"rank {rank} of {world_size}")
+    if surplus := [file for rank, file in found.items() if rank >= world_size]:
+        raise CheckpointError(
+            f"{surplus[0]} is there, but the run had only {world_size} ranks: two runs are mixed",
+            hint=_other_hint(files.root),
+        )
+    return tuple(found[rank] for rank in range(world_size))
+
+
+def _missing(files: _Files, name: str, what: str) -> CheckpointError:
+    hint = _other_hint(files.root, "a rank saves to its own machine's disk: copy the missing file from there")
+    return CheckpointError(f"{files.folder / name} is missing ({what})", hint=hint)
+
+
+def _agreed(values: list[tuple[Path, Any]], what: str, root: Path) -> Any:
+    """The one value that all files give; None when there are no files."""
+    for file, value in values:
+        first, expected = values[0]
+        if value != expected:
+            raise CheckpointError(
+                f"{file} is of {what} {value}, but {first.name} of {expected}: files of two saves are mixed",
+                hint=_other_hint(root),
+            )
+    return values[0][1] if values else None
+
+
+def _check_swap_folders(checkpoint: ZeroCheckpoint) -> None:
+    if checkpoint.nvme:
+        for rank in range(checkpoint.world_size):
+            if not (folder := checkpoint.swap_folder(rank)).is_dir():
+                raise CheckpointError(
+                    f"{folder} is missing, and the weights of rank {rank} (optimizer on NVMe) are only there",
+                    hint=_other_hint(checkpoint.root, "copy it from the machine that ran this rank"),
+                )
+
+
+# --- reading a file without trusting it --------------------------------------------------------------
+
+
+class _Inert:
+    """Stands for a class of DeepSpeed's in a file, so that nothing of DeepSpeed's runs to read it."""
+
+    arguments: tuple[Any, ...]
+
+    def __new__(cls, *arguments: Any) -> _Inert:
+        made = super().__new__(cls)
+        made.arguments = arguments
+        return made
+
+    def __int__(self) -> int:
+        return int(self.arguments[0])
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The content of a *_states.pt file, its tensors as maps of the file that read nothing until used.
+
+    Objects of DeepSpeed's classes come back as inert stand-ins; whatever else the pickle asks for beyond
+    tensors and plain containers is refused (torch.load with `weights_only`).
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or asks for other classes; names it.
+    """
+    try:
+        size = file.stat().st_size
+        if size == 0:
+            raise _damaged(file, "is empty (0 bytes)")
+        if not zipfile.is_zipfile(file):
+            raise _damaged(file, f"is cut short or no file of torch.save ({size} bytes, no zip directory)")
+        with torch.serialization.safe_globals(_stand_ins(file)):
+            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise _damaged(file, f"cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, dict):
+        raise _damaged(file, f"holds a {type(content).__name__}, not a checkpoint")
+    return content
+
+
+def _stand_ins(file: Path) -> list[Any]:
+    """Inert classes under the DeepSpeed names that the pickle in `file` asks for."""
+    asked = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    if others := [name for name in asked if not name.startswith("deepspeed.")]:
+        raise CheckpointError(
+            f"{file} would import {', '.join(others)}, which no ZeRO checkpoint needs: not read",
+            hint="remove the object from client_state in save_checkpoint(), or save again without it",
+        )
+    split = [name.rpartition(".") for name in asked]
+    return [type(name, (_Inert,), {"__module__": module, "__qualname__": name}) for module, _, name in split]
+
+
+def _damaged(file: Path, what: str) -> CheckpointError:
+    hint = _other_hint(
+        file.parent.parent, "the save was interrupted or the disk was full: copy the file again"
+    )
+    return CheckpointError(f"{file} {what}", hint=hint)
+
+
+def _model_head(file: Path, root: Path) -> _ModelHead:
+    content = read(file)
+    try:
+        module, shapes, _, _ = (content[key] for key in _MODEL_KEYS)
+        head = _ModelHead(
+            file,
+            int(content["dp_world_size"]),
+            int(content["global_steps"]),
+            int(content.get("skipped_steps", 0)),
+            str(content.get("ds_version", "unknown")),
+            shapes is not None,
+            any(getattr(value, "dtype", None) == torch.bfloat16 for value in module.values()),
+        )
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise _damaged(file, f"is no model-state file of DeepSpeed's ({error!r})") from error
+    if content.get("ds_autoep_layers") or content.get("autoep_layers"):
+        raise _refuse_foreign(root, file.parent, "mixture-of-experts", file.name)
+    if int(content.get("mp_world_size") or 1) > 1:
+        raise _refuse_foreign(root, file.parent, "tensor-parallel", file.name)
+    return head
+
+
+def _optim_head(file: Path, root: Path) -> _OptimHead:
+    """What an optimizer file says. `BF16_Optimizer` (runtime/bf16_optimizer.py) is stage 1 and does not."""
+    content = read(file)
+    try:
+        state = content["optimizer_state_dict"]
+        stage = int(state["zero_stage"]) if "zero_stage" in state else 1
+        count = state["partition_count"]
+        groups = state[fp32_groups_key(stage)]
+        swapped = stage == 3 and any(group.numel() == 0 for group in groups)
+        world_size = max(count) if isinstance(count, list) else int(count)
+        return _OptimHead(file, stage, world_size, _optimizer_step(state), swapped)
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise _damaged(file, f"is no ZeRO optimizer file ({error!r})") from error
+
+
+def fp32_groups_key(stage: int) -> str:
+    """Where an optimizer file keeps its partitions of the fp32 masters (utils/zero_to_fp32.py)."""
+    return "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+
+
+def _optimizer_step(state: Mapping[str, Any]) -> int | None:
+    """The number of updates made, wherever this optimizer keeps it; None when nowhere."""
+    base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+    groups = base.get("param_groups", []) if isinstance(base, Mapping) else []
+    states = base.get("state", {}).values() if isinstance(base, Mapping) else base or []
+    places = [state, *groups, *states]
+    keys = ("base_optimizer_state_step", "step")
+    steps = [place[key] for place in places if isinstance(place, Mapping) for key in keys if key in place]
+    return max((int(step) for step in steps), default=None)
+
+
+# --- errors that say what to type next ----------------------------------------------------------------
+
+
+def _other_hint(root: Path, otherwise: str = "save the checkpoint again, or copy it again as a whole") -> str:
+    """An earlier checkpoint-N to take instead of `root`, or `otherwise`."""
+    match = _RUN_CHECKPOINT.fullmatch(root.name)
+    if match and root.parent.is_dir():
+        earlier = [
+            candidate
+            for candidate in _run_checkpoints(root.parent)
+            if int(candidate.name.removeprefix("checkpoint-")) < int(match[1]) and _is_root(candidate)
+        ]
+        if earlier:
+            return f"an earlier checkpoint exists: dstool consolidate {earlier[0]}"
+    return otherwise
+
+
+def _not_a_folder(path: Path) -> CheckpointError:
+    if path.exists():
+        return CheckpointError(f"{path} is a file", hint=f"name its folder: dstool consolidate {path.parent}")
+    near = [entry for entry in path.parent.iterdir() if is_zero(entry)] if path.parent.is_dir() else []
+    names = ", ".join(str(entry) for entry in sorted(near, key=_natural))
+    return CheckpointError(f"{path} does not exist", hint=f"there is {names}" if near else "check the path")
+
+
+def _nothing_in(path: Path) -> CheckpointError:
+    looked = f"`{LATEST}`, global_step*/ and checkpoint-*/"
+    if weights := next((name for name in WEIGHT_FILES if (path / name).is_file()), None):
+        return CheckpointError(
+            f"{path} holds {weights} and no ZeRO state ({looked}): these are already plain weights",
+            hint=f"dstool merge --input-dir {path}",
+        )
+    inside = sorted((entry for entry in path.iterdir() if is_zero(entry)), key=_natural)
+    names = " or ".join(f"dstool consolidate {entry}" for entry in inside)
+    return CheckpointError(
+        f"no ZeRO checkpoint in {path}: looked for {looked}",
+        hint=names or "name the checkpoint-N folder that the run wrote",
+    )

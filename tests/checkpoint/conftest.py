@@ -1,0 +1,119 @@
+"""Real ZeRO checkpoints, made once per session by two ranks, and copies of them to break."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dstool.launch import free_port
+
+WORKER = Path(__file__).with_name("make_checkpoint.py")
+JOBS = (
+    "z0_fp32",
+    "z0_bf16",
+    "z1_bf16_frozen",
+    "z1_bf16_optimizer",
+    "z2_bf16",
+    "z2_bf16_frozen",
+    "z2_fp32",
+    "z2_adapter",
+    "z3_bf16",
+    "z3_bf16_frozen",
+    "z3_fp32",
+    "z3_groups",
+)
+
+
+def run_ranks(folder: Path, jobs: tuple[str, ...], timeout: float | None) -> None:
+    """Run the worker in two ranks; on a timeout end its process group."""
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+    argv = [*launcher, "--master_port", str(free_port()), str(WORKER), str(folder), *jobs]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    log = folder / "log.txt"
+    with log.open("wb") as output:
+        ranks = subprocess.Popen(
+            argv,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            ranks.wait(timeout)
+        finally:
+            if ranks.poll() is None:
+                os.killpg(ranks.pid, signal.SIGKILL)
+                ranks.wait()
+    made = all(any((folder / job).glob("live-*.pt")) for job in jobs)
+    assert made, log.read_text(errors="replace")[-6000:]
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one folder per job: checkpoint-2 (z2_bf16 and z3_bf16 also -4) and live-2.pt."""
+    folder = tmp_path_factory.mktemp("zero")
+    run_ranks(folder, JOBS, timeout=300)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def made_on_nvme(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The job `z3_nvme`. The first use compiles async_io and cpu_adam, which must not be interrupted."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("async_io cannot be built here (Debian: libaio-dev)")
+    folder = tmp_path_factory.mktemp("nvme")
+    run_ranks(folder, ("z3_nvme",), timeout=None)
+    return folder
+
+
+@pytest.fixture
+def copy_of(made: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a job's folder, to break."""
+    return lambda job: Path(shutil.copytree(made / job, tmp_path / job))
+
+
+def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Load a *_states.pt file, let `change` alter its content, and save it."""
+    content = torch.load(file, weights_only=False)
+    change(content)
+    torch.save(content, file)
+
+
+def hand_made(root: Path, weight: torch.Tensor, ranks: int, *, step: int = 7, prefix: str = "") -> Path:
+    """A stage-2 checkpoint of one parameter `w`, as DeepSpeed lays it out, without DeepSpeed."""
+    folder = root / f"global_step{step}"
+    folder.mkdir(parents=True)
+    (root / "latest").write_text(folder.name)
+    model = {
+        "module": {"w": weight.bfloat16()},
+        "param_shapes": [{"w": weight.shape}],
+        "buffer_names": [],
+        "shared_params": {},
+        "dp_world_size": ranks,
+        "global_steps": step,
+        "ds_version": "0.19.8",
+    }
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    for rank, part in enumerate(weight.flatten().chunk(ranks)):
+        state = {
+            "zero_stage": 2,
+            "partition_count": [ranks],
+            "single_partition_of_fp32_groups": [part.clone()],
+            "base_optimizer_state": {"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": []},
+        }
+        name = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": state}, folder / name)
+    return root

@@ -1,0 +1,225 @@
+"""The assembled weights against the live masters that the ranks gathered themselves, bit for bit."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import JOBS, edit, hand_made
+
+from dstool.checkpoint.assemble import fp32_state_dict
+from dstool.checkpoint.layout import find
+from dstool.errors import CheckpointError
+
+ALL = [*((job, 2) for job in JOBS if job != "z2_adapter"), ("z2_bf16", 4), ("z3_bf16", 4)]
+TIED = {"Llama": ("model.embed_tokens.weight", "lm_head.weight"), "Odd": ("embed.weight", "head.weight")}
+
+
+def live(made: Path, job: str, step: int = 2) -> dict[str, torch.Tensor]:
+    return torch.load(made / job / f"live-{step}.pt")
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert not found[name].requires_grad, name
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("job", "step"), ALL)
+def test_equals_the_live_masters(made: Path, job: str, step: int) -> None:
+    found = fp32_state_dict(find(made / job / f"checkpoint-{step}"))
+    assert_same(found, live(made, job, step))
+    first, second = TIED["Llama" if "lm_head.weight" in found else "Odd"]
+    assert found[first] is found[second]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "job", ["z2_bf16", "z2_bf16_frozen", "z2_fp32", "z2_adapter", "z3_bf16", "z3_bf16_frozen", "z3_groups"]
+)
+def test_k16_equals_what_zero_to_fp32_makes(made: Path, job: str) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    script = get_fp32_state_dict_from_zero_checkpoint(str(made / job / "checkpoint-2"))
+    floats = {name: value.float() if value.is_floating_point() else value for name, value in script.items()}
+    assert_same(fp32_state_dict(find(made / job / "checkpoint-2")), floats)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("job", ["z1_bf16_frozen", "z2_bf16_frozen", "z3_bf16_frozen"])
+def test_k13_frozen_weights_are_there_and_fp32(made: Path, job: str) -> None:
+    found = fp32_state_dict(find(made / job / "checkpoint-2"))
+    assert found["frozen.weight"].dtype == torch.float32
+    assert torch.equal(found["frozen.weight"], found["frozen.weight"].bfloat16().float())
+    assert not torch.equal(found["up.weight"], found["up.weight"].bfloat16().float())
+
+
+@pytest.mark.distributed
+def test_k14_a_save_without_frozen_weights_is_complete_without_them(made: Path) -> None:
+    found = fp32_state_dict(find(made / "z2_adapter" / "checkpoint-2"))
+    expected = {k: v for k, v in live(made, "z2_adapter").items() if not k.startswith("frozen.")}
+    assert_same(found, expected)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("job", ["z1_bf16_optimizer", "z3_fp32", "z0_fp32"])
+def test_buffers_keep_their_exact_values(made: Path, job: str) -> None:
+    found = fp32_state_dict(find(made / job / "checkpoint-2"))
+    assert found["offsets"].tolist() == [2**40 + 1, -3]
+    assert found["mask"].tolist() == [True, False, True]
+    assert found["running"].any()
+    assert "scratch" not in found
+
+
+@pytest.mark.distributed
+def test_k05_stage_0_in_16_bits_says_that_there_are_no_masters(
+    made: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fp32_state_dict(find(made / "z0_bf16" / "checkpoint-2"))
+    assert "16-bit weights" in caplog.text
+
+
+def test_k04_partitions_are_taken_in_the_order_of_ranks(tmp_path: Path) -> None:
+    weight = torch.randn(11, 3)
+    found = fp32_state_dict(find(hand_made(tmp_path / "checkpoint-7", weight, ranks=11, prefix="bf16_")))
+    assert torch.equal(found["w"], weight)
+
+
+# --- partitions that do not fit ------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+def test_files_of_another_model_do_not_fit(copy_of: Callable[[str], Path]) -> None:
+    frozen, groups = copy_of("z3_bf16_frozen"), copy_of("z3_groups")
+    for file in (groups / "checkpoint-2" / "global_step2").glob("*_optim_states.pt"):
+        shutil.copy(file, frozen / "checkpoint-2" / "global_step2")
+    with pytest.raises(CheckpointError, match=r"rank_0.*4 parameter groups, the model file 2"):
+        fp32_state_dict(find(frozen))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("job", "key", "message"),
+    [
+        ("z3_fp32", "fp32_flat_groups", r"zero_pp_rank_1_.*group 0 has 435 elements, its parameters 437"),
+        ("z2_fp32", "single_partition_of_fp32_groups", r"do not fit the model"),
+    ],
+)
+def test_k16_a_partition_that_is_too_short(
+    copy_of: Callable[[str], Path], job: str, key: str, message: str
+) -> None:
+    run = copy_of(job)
+    file = run / "checkpoint-2" / "global_step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+    def shorten(content: dict[str, Any]) -> None:
+        groups = content["optimizer_state_dict"][key]
+        groups[0] = groups[0][:435].clone() if job == "z3_fp32" else groups[0][:420].clone()
+
+    edit(file, shorten)
+    with pytest.raises(CheckpointError, match=message):
+        fp32_state_dict(find(run))
+
+
+@pytest.mark.distributed
+def test_no_tensor_goes_missing_silently(copy_of: Callable[[str], Path]) -> None:
+    run = copy_of("z3_groups")
+    folder = run / "checkpoint-2" / "global_step2"
+    for file in folder.glob("*_model_states.pt"):
+        edit(file, lambda content: content["param_shapes"].pop(2))
+    for file in folder.glob("*_optim_states.pt"):
+        edit(file, lambda content: content["optimizer_state_dict"]["fp32_flat_groups"].pop(2))
+    with pytest.raises(CheckpointError, match=r"no data for 1 of 14 tensors: down\.weight"):
+        fp32_state_dict(find(run))
+
+
+@pytest.mark.distributed
+def test_frozen_weights_that_stayed_on_nvme(copy_of: Callable[[str], Path]) -> None:
+    run = copy_of("z3_bf16_frozen")
+    file = run / "checkpoint-2" / "global_step2" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    edit(file, lambda content: content["frozen_param_fragments"].update({"frozen.weight": torch.empty(0)}))
+    with pytest.raises(CheckpointError, match=r"rank_1.*frozen frozen\.weight has 0 elements"):
+        fp32_state_dict(find(run))
+
+
+# --- partitions on NVMe ----------------------------------------------------------------------------------
+
+IDS = {0: "1_1", 1: "2_4", 2: "8_8", 3: "0_9"}
+"""The groups of z3_groups, by the ids of their first and last parameter: two interleaved param groups."""
+
+
+@pytest.fixture
+def swapped(copy_of: Callable[[str], Path]) -> Path:
+    """z3_groups as it would be with its groups 0, 1 and 3 on NVMe; group 2 stays in the .pt file."""
+    folder = copy_of("z3_groups") / "checkpoint-2" / "global_step2"
+    for file in folder.glob("*_optim_states.pt"):
+        rank = int(re.findall(r"rank_(\d+)", file.name)[0])
+        swap = folder / "offloaded_tensors" / f"rank{rank:02d}"
+        swap.mkdir(parents=True)
+
+        def move_out(content: dict[str, Any], swap: Path = swap) -> None:
+            groups = content["optimizer_state_dict"]["fp32_flat_groups"]
+            for index in (0, 1, 3):
+                raw = groups[index].detach().numpy().tobytes()
+                (swap / f"{IDS[index]}.tensor.swp").write_bytes(raw + b"\xff" * (-len(raw) % 1024))
+                (swap / f"exp_avg-{IDS[index]}.tensor.swp").write_bytes(b"")
+                groups[index] = torch.empty(0)
+
+        edit(file, move_out)
+    return folder
+
+
+@pytest.mark.distributed
+def test_k22_masters_in_swap_files(made: Path, swapped: Path) -> None:
+    checkpoint = find(swapped)
+    assert checkpoint.nvme
+    assert_same(fp32_state_dict(checkpoint), live(made, "z3_groups"))
+
+
+@pytest.mark.distributed
+def test_k22_a_swap_file_that_is_missing(swapped: Path) -> None:
+    lost = swapped / "offloaded_tensors" / "rank01" / "2_4.tensor.swp"
+    lost.unlink()
+    with pytest.raises(CheckpointError, match=rf"{lost} is missing"):
+        fp32_state_dict(find(swapped))
+
+
+@pytest.mark.distributed
+def test_k22_a_swap_file_that_is_short(swapped: Path) -> None:
+    short = swapped / "offloaded_tensors" / "rank01" / "1_1.tensor.swp"
+    short.write_bytes(short.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=rf"{short} has 1000 bytes; .* need 1360"):
+        fp32_state_dict(find(swapped))
+
+
+@pytest.mark.distributed
+def test_k22_a_rank_whose_swap_folder_is_missing(swapped: Path) -> None:
+    shutil.rmtree(swapped / "offloaded_tensors" / "rank00")
+    with pytest.raises(CheckpointError, match=r"offloaded_tensors/rank00 is missing"):
+        find(swapped)
+
+
+@pytest.mark.distributed
+def test_k22_swap_files_whose_order_tells_nothing(swapped: Path) -> None:
+    for file in swapped.glob("offloaded_tensors/*/*1_1.tensor.swp"):
+        file.rename(file.with_name(file.name.replace("1_1", "1_12")))
+    with pytest.raises(CheckpointError, match="no telling which swap file"):
+        fp32_state_dict(find(swapped))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_k22_a_real_run_on_nvme(made_on_nvme: Path) -> None:
+    checkpoint = find(made_on_nvme / "z3_nvme")
+    assert checkpoint.nvme
+    names = {file.name for file in checkpoint.swap_folder(1).glob("[0-9]*.swp")}
+    assert len(names) == 3, "three groups of one parameter each, two of them of one size"
+    assert_same(fp32_state_dict(checkpoint), live(made_on_nvme, "z3_nvme"))
