@@ -41,7 +41,8 @@ class _Commands(TyperGroup):
         except DstoolError as error:
             raise SystemExit(_fail(error)) from None
         except Exception as error:
-            if type(error).__module__.startswith(("typer", "click")):
+            # typer ends a command whose reader has gone, as in `| head`, without a word.
+            if isinstance(error, BrokenPipeError) or type(error).__module__.startswith(("typer", "click")):
                 raise
             raise SystemExit(_crash(error)) from None
 

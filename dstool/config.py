@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import glob
 import importlib.metadata
 import importlib.util
 import re
@@ -197,21 +198,22 @@ def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         text = file.read_text(encoding="utf-8-sig")
         root = yaml.compose(text, Loader=_Loader)
+        content = _Loader("").construct_document(root) if root else None
+        lines = dict(_lines(root, str(file))) if isinstance(root, yaml.MappingNode) else {}
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not UTF-8 (byte {error.start})", hint="save it as UTF-8") from None
+        raise ConfigError(f"{file}: not UTF-8 (byte {error.start})", hint=f"save {file} as UTF-8") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else str(file)
-        raise ConfigError(f"{place}: {error.problem or 'not YAML'}") from None
-    except (yaml.YAMLError, OSError) as error:
-        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{place}: {error.problem or 'not YAML'}", hint=f"correct {file}") from None
+    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+        # ValueError: what looks like a number and is none, such as 0x_
+        raise ConfigError(f"{file}: {' '.join(str(error).split())}", hint=f"correct {file}") from None
     if root is None:
         raise ConfigError(f"{file} is empty", hint="dstool init-config --force")
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{file}: must hold `section: ...` lines", hint="dstool init-config --force")
-    sources = {key: f"{file}:{line}" for key, line in _lines(root, str(file))}
-    values: dict[str, Any] = _Loader("").construct_document(root)
-    return values, sources
+    return dict(content or {}), {key: f"{file}:{line}" for key, line in lines.items()}
 
 
 def _lines(node: yaml.MappingNode, file: str, prefix: str = "") -> Iterator[tuple[str, int]]:
@@ -220,7 +222,9 @@ def _lines(node: yaml.MappingNode, file: str, prefix: str = "") -> Iterator[tupl
     for key_node, value_node in node.value:
         key, line = f"{prefix}{key_node.value}", key_node.start_mark.line + 1
         if key in seen:
-            raise ConfigError(f"{file}: {key}: given twice, in lines {seen[key]} and {line}")
+            raise ConfigError(
+                f"{file}: {key}: given twice, in lines {seen[key]} and {line}", hint="delete one of the two"
+            )
         seen[key] = line
         yield key, line
         if isinstance(value_node, yaml.MappingNode):
@@ -229,45 +233,69 @@ def _lines(node: yaml.MappingNode, file: str, prefix: str = "") -> Iterator[tupl
 
 def _rebase(values: dict[str, Any], base: Path) -> None:
     """Make the paths of a run file in another folder, which are relative to it, fit the current one."""
-    for key in _INPUT_PATHS + _OUTPUT_PATHS:
+    for key in _PATHS_OR_NAMES + _PATHS:
         section, _, name = key.rpartition(".")
         holder = values.get(section) if section else values
         if not isinstance(holder, dict):
             continue
         value = holder.get(name)
-        if isinstance(value, str) and (key in _OUTPUT_PATHS or (base / value).exists()):
+        if isinstance(value, str) and (key in _PATHS or _is_there(base / value)):
             holder[name] = str(base / value)
         elif isinstance(value, list):
-            holder[name] = [str(base / v) if isinstance(v, str) and (base / v).exists() else v for v in value]
+            holder[name] = [
+                str(base / item) if isinstance(item, str) and _is_there(base / item) else item
+                for item in value
+            ]
 
 
-# A model or data set that is not there may be a name on the hub, and stays as it is.
-_INPUT_PATHS = (
+def _is_there(path: Path) -> bool:
+    return path.exists() or bool(glob.glob(str(path), recursive=True))  # noqa: PTH207 (an absolute pattern)
+
+
+# A model or data set that is not there may be a name on the hub, and stays as it is; and the checkpoint to
+# merge may be named as it is in the run's folder.
+_PATHS_OR_NAMES = (
     "model.name",
     "model.tokenizer",
     "data.train",
     "data.eval",
-    "deepspeed",
     "merge.input_dir",
     "infer.model",
 )
-_OUTPUT_PATHS = ("train.output_dir", "consolidate.output_dir", "merge.output_dir")
+_PATHS = ("deepspeed", "train.output_dir", "consolidate.output_dir", "merge.output_dir")
 
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's scalars: `2e-5` is a number, and `no` (as in `save_strategy: no`) is a word."""
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes the strings that either version of YAML would take for something else."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # PyYAML 6 writes a lone U+0085 as it is, and reads it as a line end.
+    style = None if text.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+_NOT_IN_1_2 = {f"tag:yaml.org,2002:{name}" for name in ("bool", "timestamp", "value")}
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in rules if tag not in {"tag:yaml.org,2002:bool"}]
+    first: [(tag, pattern) for tag, pattern in rules if tag not in _NOT_IN_1_2]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
+        list("-+.0123456789"),
+    )
 
 
 def _parse_word(word: str) -> tuple[str, Any]:
@@ -276,7 +304,7 @@ def _parse_word(word: str) -> tuple[str, Any]:
         raise ConfigError(f"{word}: not KEY=VALUE", hint="for example train.learning_rate=2e-5")
     try:
         return key, yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         return key, text
 
 
@@ -299,45 +327,44 @@ def _validate(values: Mapping[str, Any], file: str, sources: Mapping[str, str]) 
         return _config_model().model_validate(values)
     except ValidationError as error:
         # A key written with a wrong type fails once for every type it may have: say it once.
-        problems = {_dotted(item["loc"]): item for item in error.errors()}
+        problems = {_key_of(item["loc"]): item for item in error.errors()}
         lines = [_problem(key, item, file, sources) for key, item in problems.items()]
-        raise ConfigError("\n".join(lines)) from None
+        places = dict.fromkeys(line.partition(": ")[0] for line in lines)
+        raise ConfigError("\n".join(lines), hint=f"correct {', '.join(places)}") from None
 
 
-def _dotted(location: tuple[int | str, ...]) -> str:
-    """`("data", "train", "list[str]", 0)` as `data.train`."""
-    keep: list[str] = []
-    for part in location[:2]:
-        if isinstance(part, int) or not re.fullmatch(r"[\w-]+", part):
-            break
-        keep.append(part)
-    return ".".join(keep) if keep and keep[0] != "deepspeed" else "deepspeed"
+def _key_of(location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """The section and key in `("data", "train", "list[str]", 0)`; `deepspeed` has no keys of ours."""
+    return tuple(map(str, location[: 1 if location[0] == "deepspeed" else 2]))
 
 
-def _problem(key: str, item: Any, file: str, sources: Mapping[str, str]) -> str:
-    given = sources.get(key, file)
+def _problem(path: tuple[str, ...], item: Any, file: str, sources: Mapping[str, str]) -> str:
+    key = ".".join(path)
+    given = sources.get(key) or next((s for k, s in sources.items() if k.startswith(f"{key}.")), file)
     place = file if given.startswith(f"{file}:") else given
     line = f" (line {given.rpartition(':')[2]})" if place != given else ""
-    if item["type"] == "extra_forbidden":
-        return f"{place}: {key}: unknown key{_suggestion(key)}{line}"
+    if item["type"] in {"extra_forbidden", "invalid_key"}:
+        return f"{place}: {key}: unknown key{_suggestion(path)}{line}"
     if key == "deepspeed":
         return f"{place}: {key}: should be the path of a JSON file or a mapping, not {item['input']!r}{line}"
     if item["type"] in {"model_type", "dict_type", "model_attributes_type"}:
         return f"{place}: {key}: must be a section with keys of its own, not {item['input']!r}{line}"
-    reason = item["msg"].removeprefix("Input should be ").replace("unable to parse string as an ", "")
+    reason = item["msg"].removeprefix("Input should be ").partition(", unable ")[0]
     return f"{place}: {key}: should be {reason}, not {item['input']!r}{line}"
 
 
-def _suggestion(key: str) -> str:
-    section, _, name = key.rpartition(".")
+def _suggestion(path: tuple[str, ...]) -> str:
+    section, name = (path[0] if len(path) == 2 else ""), path[-1]
+    above, dot, below = name.partition(".")
+    if not section and dot and above in Config.model_fields:
+        return f", in the file {below} stands on a line below {above}:"
     if section == "train" and name in REMOVED_ARGUMENTS:
         return f": {REMOVED_ARGUMENTS[name]}"
-    names = _known_keys(section)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if close:
-        return f", did you mean {close[0]}?"
     elsewhere = [s for s in Config.model_fields if s != section and name in _known_keys(s)]
-    return f", it belongs in {elsewhere[0]}:" if elsewhere else ""
+    if elsewhere:
+        return f", it belongs in {elsewhere[0]}:"
+    close = difflib.get_close_matches(name, _known_keys(section), n=1, cutoff=0.6)
+    return f", did you mean {close[0]}?" if close else ""
 
 
 def _known_keys(section: str) -> list[str]:
@@ -428,19 +455,25 @@ def dump(config: Config) -> str:
     values = config.model_dump(mode="json", exclude_none=True)
     own = {name: getattr(config.train, name) for name in TrainSection.model_fields}
     values["train"] = {**config.train.model_dump(mode="json", exclude_unset=True), **own}
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def scalar(text: str) -> str:
+    """`text` as a run file has it: on one line, and in quotes where it would not be read as text."""
+    return yaml.dump(text, Dumper=_Dumper, allow_unicode=True, width=1 << 20).splitlines()[0]
 
 
 def resolve(config: Config) -> Config:
     """The same config with absolute paths, for a copy of the run file in another folder."""
     values = config.model_dump(mode="json", exclude_unset=True)
+    values.setdefault("train", {})["output_dir"] = config.train.output_dir
     _rebase(values, Path.cwd())
     return _config_model().model_validate(values)
 
 
 def explain(loaded: Loaded) -> list[tuple[str, Any, str]]:
     """Every key that has a value, with the value and where it came from."""
-    values = yaml.safe_load(dump(loaded.config))
+    values = yaml.load(dump(loaded.config), Loader=_Loader)  # noqa: S506 - a SafeLoader
     return [
         (key, value, loaded.sources.get(key, "default"))
         for section, content in values.items()

@@ -110,7 +110,9 @@ class StepProgress:
 
 def human_bytes(count: float) -> str:
     """`1536` as `1.5 kB`; powers of 1000."""
-    power = min(int(math.log(count, 1000)), len(_UNITS) - 1) if count >= 1 else 0
+    power = 0
+    while round(count / 1000**power, 1 if power else 0) >= 1000 and power < len(_UNITS) - 1:
+        power += 1
     return f"{count / 1000**power:.{1 if power else 0}f} {_UNITS[power]}"
 
 
@@ -155,4 +157,4 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return str(value) if isinstance(value, Path) else value
+    return str(value.absolute()) if isinstance(value, Path) else value

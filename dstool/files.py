@@ -17,20 +17,26 @@ from dstool.errors import ConfigError
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` (UTF-8) to `path`, replacing a file that is there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".tmp-{path.name}-", dir=path.parent)
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    """Write `text` (UTF-8) to `path`, replacing a file that is there.
+
+    Raises:
+        ConfigError: the system does not let `path` be written.
+    """
+    data = text.encode("utf-8")
+    with _parents_of(path), _refusals_named(path):
+        handle, name = tempfile.mkstemp(prefix=f".tmp-{path.name}-", dir=path.parent)
+        temporary = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.chmod(0o666 & ~_umask())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync(path.parent)
 
 
 def refuse_existing(*paths: Path, force: bool) -> None:
@@ -54,28 +60,51 @@ def new_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
     With `force` an existing `target` is replaced, and only at the end.
 
     Raises:
-        ConfigError: `target` exists, is not empty, and `force` is not given.
+        ConfigError: `target` exists, is not empty, and `force` is not given; or no folder can be made there.
     """
     refuse_existing(target, force=force)
-    missing = _missing_parents(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{target.name}-", dir=target.parent))
+    if target.is_dir():
+        target = target.resolve()  # what a link points at is filled or replaced, not the link
+    with _parents_of(target):
+        with _refusals_named(target):
+            temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{target.name}-", dir=target.parent))
+        try:
+            yield temporary
+            _settle(temporary)
+            _replace(temporary, target)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
+def _parents_of(target: Path) -> Iterator[None]:
+    """Make the folders above `target`; those that were missing go again when the block fails."""
+    missing = [parent for parent in target.parents if not parent.exists()]
     try:
-        yield temporary
-        temporary.chmod(0o777 & ~_umask())
-        _sync_tree(temporary)
-        _replace(temporary, target)
+        with _refusals_named(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+        yield
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
         for parent in missing:
             with contextlib.suppress(OSError):
                 parent.rmdir()
         raise
 
 
-def _missing_parents(target: Path) -> list[Path]:
-    """The parents of `target` that do not exist yet, innermost first."""
-    return [parent for parent in target.parents if not parent.exists()]
+@contextlib.contextmanager
+def _refusals_named(target: Path) -> Iterator[None]:
+    """Turn what the system refuses in the block into a `ConfigError` about `target`."""
+    try:
+        yield
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"{target} cannot be written: {error.filename} is no folder", hint="choose another name"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"{target} cannot be written: {error.strerror}", hint="choose another name"
+        ) from error
 
 
 def _replace(source: Path, target: Path) -> None:
@@ -96,10 +125,17 @@ def _replace(source: Path, target: Path) -> None:
     _sync(target.parent)
 
 
-def _sync_tree(folder: Path) -> None:
+def _settle(folder: Path) -> None:
+    """Flush the whole of `folder` to the disk, with the permissions that the umask gives.
+
+    `mkdtemp` and safetensors (0.8) make theirs for the owner alone.
+    """
+    mask = _umask()
     for directory, _, names in os.walk(folder):
         for name in names:
+            Path(directory, name).chmod(0o666 & ~mask)
             _sync(Path(directory, name))
+        Path(directory).chmod(0o777 & ~mask)
         _sync(Path(directory))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dstool import files
-from dstool.config import RUN_FILE, Task
+from dstool.config import RUN_FILE, Task, scalar
 from dstool.ds_config.build import Options, build, dumps
 from dstool.errors import ConfigError
 
@@ -42,6 +42,8 @@ def init_config(
     Raises:
         ConfigError: options that contradict each other, or a file that exists.
     """
+    if output.resolve() == run_file.resolve():
+        raise ConfigError(f"{output} is the run file", hint="choose another --output, such as ds_config.json")
     options = with_nvme_path(options, run_file.parent)
     text = dumps(build(options))
     files.refuse_existing(output, force=force)
@@ -61,8 +63,8 @@ def init_config(
 
 def with_nvme_path(options: Options, folder: Path) -> Options:
     """`options` with a place on the NVMe, where the offload needs one: /local_nvme, or else in `folder`."""
-    if options.offload != "nvme" or options.nvme_path is not None:
-        return options
+    if options.offload != "nvme" or options.nvme_path is not None or options.stage < 3:
+        return options  # below stage 3 `build` refuses it
     if LOCAL_NVME.is_dir() and os.access(LOCAL_NVME, os.W_OK):
         return replace(options, nvme_path=str(LOCAL_NVME))
     path = folder.resolve() / "nvme_offload"
@@ -79,13 +81,13 @@ def run_file_text(
         ("model:", "what is trained"),
         (f"  task: {task}", f"or {other}"),
         *(
-            ((f"  name: {_quoted(model)}", "a folder, or a name on the Hugging Face hub"),)
+            ((f"  name: {scalar(model)}", "a folder, or a name on the Hugging Face hub"),)
             if model
             else _SCRATCH[task]
         ),
         *_data_lines(data, task),
         *_train_lines(model is not None, options),
-        (f"deepspeed: {_quoted(json_path)}", "the DeepSpeed JSON: a path, or the same mapping written here"),
+        (f"deepspeed: {scalar(json_path)}", "the DeepSpeed JSON: a path, or the same mapping written here"),
     ]
     return _HEAD + "".join(_line(text, comment) for text, comment in lines)
 
@@ -93,13 +95,6 @@ def run_file_text(
 def _line(text: str, comment: str) -> str:
     blank = "" if text.startswith(" ") else "\n"
     return f"{blank}{text:<32} # {comment}\n"
-
-
-def _quoted(text: str) -> str:
-    """`text` as a YAML scalar."""
-    import yaml
-
-    return yaml.safe_dump(text, allow_unicode=True, width=10_000).splitlines()[0]
 
 
 _HEAD = """\
@@ -134,7 +129,7 @@ def _data_lines(data: str | None, task: Task) -> list[tuple[str, str]]:
     return [
         ("data:", "the text"),
         (
-            f"  train: {_quoted(data or SAMPLE)}",
+            f"  train: {scalar(data or SAMPLE)}",
             "csv, tsv, jsonl, parquet, txt: file, folder, glob or hub name",
         ),
         ("  eval_split: 0.2", "the part that is held out; or name a file: eval: valid.csv"),

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -186,7 +187,7 @@ def _visible_indices(gpus: int) -> list[str]:
 def _run_in_session(argv: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run the launcher in a session of its own, ended as a whole when this process is told to end."""
     with (
-        _sigterm_interrupts(),
+        _ends_with_clean_up(),
         subprocess.Popen(
             argv, env=environment, stdout=2, stdin=subprocess.DEVNULL, start_new_session=True
         ) as launcher,
@@ -210,17 +211,20 @@ def _end_session(launcher: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Turn SIGTERM into an exit that runs the clean-up."""
+def _ends_with_clean_up() -> Iterator[None]:
+    """Turn SIGTERM, and the SIGHUP of a lost terminal, into an exit that runs the clean-up."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    previous = signal.signal(signal.SIGTERM, leave)
+    # nohup ignores SIGHUP, and that stays so.
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 # --- what a rank reports -------------------------------------------------------------------------
@@ -273,8 +277,16 @@ def _death(code: int) -> RunFailed:
         )
     if code == 0:
         return RankFailed("the launcher ended without a result", hint="DSTOOL_DEBUG=1 shows what it says")
-    number = 256 - code if code > 128 else code
-    return RankFailed(f"a rank ended with exit code {code} (signal or status {number})", hint="see above")
+    return RankFailed(f"a rank ended with exit code {code}{_signal_named(code)}", hint="see above")
+
+
+def _signal_named(code: int) -> str:
+    """Which signal the exit code stands for: -N from Popen, 256-N from `sys.exit(-N)`, 128+N from a shell."""
+    number = -code if code < 0 else 256 - code if code > 192 else code - 128
+    try:
+        return f" ({signal.Signals(number).name})"
+    except ValueError:
+        return ""
 
 
 def lost_peers(error: BaseException) -> bool:
@@ -303,7 +315,7 @@ def check_build_locks() -> None:
     if stale:
         raise EnvironmentUnfit(
             f"{stale[0]} was left by a build that was killed, and DeepSpeed would wait for it for ever",
-            hint="rm " + " ".join(str(lock) for lock in stale),
+            hint=shlex.join(["rm", *map(str, stale)]),
         )
 
 

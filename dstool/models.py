@@ -236,6 +236,8 @@ COMPANIONS = (
     "*.model",
     "*.py",
 )
+NO_COMPANIONS = ("zero_to_fp32.py", "zero_to_torch.py")
+"""DeepSpeed copies its scripts into every checkpoint (runtime/engine.py); they belong to no model."""
 
 
 @dataclass(frozen=True)
@@ -374,9 +376,9 @@ def prove_loadable(folder: ModelFolder) -> None:
     Raises:
         ModelError: one is missing, left over or of another shape.
     """
-    with torch.device("meta"):
+    with _one_line(str(folder.path), "model"):
         _, info = folder.auto_class().from_pretrained(
-            folder.path, output_loading_info=True, ignore_mismatched_sizes=True
+            folder.path, device_map={"": "meta"}, output_loading_info=True, ignore_mismatched_sizes=True
         )
     check_loading(folder.path, info)
 
@@ -385,7 +387,7 @@ def copy_companions(source: Path, target: Path) -> None:
     """Copy what lies beside a model's weights: config, tokenizer, chat template, generation config."""
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
-            if file.is_file() and not file.name.endswith(".index.json"):
+            if file.is_file() and file.name not in NO_COMPANIONS and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, target / file.name)
 
 

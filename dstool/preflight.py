@@ -12,7 +12,7 @@ from typing import Any
 
 from dstool import files
 from dstool.config import Config
-from dstool.data.files import columns_of
+from dstool.data.files import Columns, columns_of, read_rows
 from dstool.data.names import local_files
 from dstool.ds_config import read
 from dstool.errors import ConfigError, DataError, ModelError
@@ -81,6 +81,7 @@ def _check_model(config: Config) -> None:
 
 
 def _check_data(config: Config) -> None:
+    """The columns and the first row of every file here; a hub data set is looked at by the ranks."""
     section = config.data
     if section.train is None:
         raise ConfigError("the run file names no data", hint="set data.train=FILE")
@@ -99,3 +100,6 @@ def _check_data(config: Config) -> None:
                     f"{file} has no column '{needed[lost]}'; its columns are: {', '.join(have)}",
                     hint=f"set data.{lost}",
                 )
+            wanted = Columns(section.text_column, needed.get("label_column"), section.text_pair_column)
+            rows = read_rows([file], wanted, encoding=section.encoding, skip_bad_rows=section.skip_bad_rows)
+            next(rows, None)

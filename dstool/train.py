@@ -7,6 +7,7 @@ takes the world for one rank; `TrainingArguments` come before the model too, or 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.metadata
 import json
@@ -118,7 +119,7 @@ def train(
     )
     if args.process_index == 0:
         _record(config, result)
-    _end_distributed()
+    _forget_zero3()
     return result
 
 
@@ -181,6 +182,7 @@ def _start_distributed(ds: dict[str, Any]) -> str:
                 hint=f"dstool train, or deepspeed --master_port {launch.free_port()} dstool train",
             ) from error
         raise
+    atexit.register(_end_distributed)
     return device
 
 
@@ -192,13 +194,20 @@ def _share_cores() -> None:
 
 
 def _end_distributed() -> None:
-    """Leave the group of ranks; without it the interpreter now and then aborts on its way out."""
+    """Leave the group of ranks; without it the interpreter now and then aborts on its way out.
+
+    Not before the process ends: DeepSpeed keeps the groups it made (utils/groups.py, 0.19.8), and a
+    second run in the same process needs them.
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _forget_zero3() -> None:
+    """Let models be loaded whole again: Transformers partitions every one while it knows of a ZeRO-3 JSON."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
 
 
 def _check_offload(ds: Mapping[str, Any]) -> None:
@@ -260,7 +269,12 @@ def _training_arguments(arguments: Mapping[str, Any], ds: dict[str, Any], device
         NoDevice: fp16 without a GPU.
     """
     read.check_batch(ds, launch.world_size(), arguments)
-    defaults = {"logging_steps": 10, "disable_tqdm": True, "logging_nan_inf_filter": False}
+    defaults = {
+        "logging_steps": 10,
+        "disable_tqdm": True,
+        "logging_nan_inf_filter": False,
+        "log_level": "passive" if log.debug() else "error",
+    }
     values = {**defaults, **_precision(arguments, ds, device), **arguments}
     if device == "cpu":
         if values.get("fp16"):
@@ -325,6 +339,9 @@ def _classification(
 ) -> dict[str, Any]:
     labels = batches.label_names(splits, models.known_labels(config.model))
     model = models.load_model(config.model, tokenizer, labels=labels, dtype=_dtype(args))
+    # Trainer takes a forward with **kwargs for one that divides by the whole batch's count of labels, and
+    # multiplies the loss by the ranks to match (trainer.py, 5.24); a classifier's loss is a plain mean.
+    model.accepts_loss_kwargs = False
     limit = models.length_limit(tokenizer, model.config, config.data.max_length or MAX_LENGTH)
     tokenizer.padding_side = "right"
 
@@ -480,9 +497,7 @@ def _checkpoint_of_now(trainer: Any) -> Iterator[Path]:
 
 def _plain_copy(trainer: Any) -> Any:
     """A model of the same architecture in fp32, outside of ZeRO."""
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    unset_hf_deepspeed_config()
+    _forget_zero3()
     model = trainer.accelerator.unwrap_model(trainer.model)
     copy = type(model)(model.config)
     copy.config.dtype = torch.float32

@@ -350,7 +350,7 @@ def _require(path: Path, names: Sequence[str], columns: Columns) -> None:
 
 
 def _no_rows(path: Path) -> DataError:
-    return DataError(f"{path} has no rows")
+    return DataError(f"{path} has no rows", hint="name a file with rows: data.train=FILE")
 
 
 # CSV and TSV

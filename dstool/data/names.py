@@ -19,7 +19,7 @@ def looks_local(spec: str) -> bool:
         path.exists()
         or path.suffix.lower() in FORMATS
         or path.is_absolute()
-        or bool(re.search(r"[*?\[\\]|^\.", spec))
+        or bool(re.search(r"[*?\[\\]|^[.~]", spec))
     )
 
 

@@ -1,0 +1,246 @@
+"""Files and folders that appear whole or not at all."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dstool.errors import ConfigError
+from dstool.files import new_folder, occupied, refuse_existing, write_text
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def umask():
+    """Set the umask of this process, and set it back."""
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+def tree(folder="."):
+    """Everything below `folder`, with what is in the files."""
+    paths = sorted(Path(folder).rglob("*"))
+    return {str(p.relative_to(folder)): p.read_text() if p.is_file() else None for p in paths}
+
+
+def mode(path):
+    return stat.S_IMODE(Path(path).stat().st_mode)
+
+
+class StopError(Exception):
+    """What ends a block early."""
+
+
+# write_text
+
+
+def test_a_file_holds_the_text_as_utf8_with_its_line_ends():
+    write_text(Path("a/b.txt"), "한글\r\n\n")
+    assert Path("a/b.txt").read_bytes() == "한글\r\n\n".encode()
+    assert list(tree()) == ["a", "a/b.txt"]
+
+
+def test_a_file_is_replaced():
+    Path("a.txt").write_text("old, and longer")
+    write_text(Path("a.txt"), "new")
+    assert tree() == {"a.txt": "new"}
+
+
+def test_text_that_cannot_be_written_leaves_the_old_file_and_nothing_else():
+    Path("a.txt").write_text("old")
+    for path in ("a.txt", "new/folder/b.txt"):
+        with pytest.raises(UnicodeEncodeError):
+            write_text(Path(path), "half a pair: \ud800")
+    assert tree() == {"a.txt": "old"}
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("folder", "folder cannot be written: Is a directory"),
+        ("file/a.txt", "file/a.txt cannot be written: file is no folder"),
+        ("file/b/c/a.txt", "file/b/c/a.txt cannot be written: file/b/c is no folder"),
+    ],
+)
+def test_what_is_in_the_way_of_a_file_is_an_expected_failure(path, said):
+    Path("folder").mkdir()
+    Path("file").write_text("old")
+    with pytest.raises(ConfigError) as caught:
+        write_text(Path(path), "new")
+    assert caught.value.message == said
+    assert caught.value.hint
+    assert tree() == {"file": "old", "folder": None}
+
+
+@pytest.mark.parametrize(("mask", "expected"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_a_file_has_the_permissions_of_the_umask(umask, mask, expected):
+    umask(mask)
+    write_text(Path("a.txt"), "")
+    assert mode("a.txt") == expected
+
+
+# occupied and refuse_existing
+
+
+def make(kind):
+    path = Path("target")
+    match kind:
+        case "empty file":
+            path.touch()
+        case "empty folder":
+            path.mkdir()
+        case "full folder":
+            path.mkdir()
+            (path / ".hidden").touch()
+        case "left-overs":
+            path.mkdir()
+            (path / ".tmp-model-x1").mkdir()
+        case "broken link":
+            path.symlink_to("gone")
+        case "link to an empty folder":
+            Path("real").mkdir()
+            path.symlink_to("real")
+    return path
+
+
+KINDS = {
+    "nothing": False,
+    "empty file": True,
+    "empty folder": False,
+    "full folder": True,
+    "left-overs": False,
+    "broken link": True,
+    "link to an empty folder": False,
+}
+by_kind = pytest.mark.parametrize(("kind", "taken"), KINDS.items(), ids=KINDS)
+
+
+@by_kind
+def test_occupied(kind, taken):
+    assert occupied(make(kind)) is taken
+
+
+@by_kind
+def test_only_what_is_occupied_is_refused_and_nothing_with_force(kind, taken):
+    path = make(kind)
+    refuse_existing(path, force=True)
+    if not taken:
+        assert refuse_existing(path, force=False) is None
+        return
+    with pytest.raises(ConfigError, match=r"^target exists$") as caught:
+        refuse_existing(Path("free"), path, force=False)
+    assert "--force" in caught.value.hint
+
+
+# new_folder
+
+
+def test_a_folder_takes_its_name_at_the_end_of_the_block():
+    with new_folder(Path("a/b/out")) as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub/x").write_text("1")
+        assert not Path("a/b/out").exists()
+        assert folder.name.startswith(".tmp-")
+        assert folder.parent == Path("a/b")
+    assert tree() == {"a": None, "a/b": None, "a/b/out": None, "a/b/out/sub": None, "a/b/out/sub/x": "1"}
+
+
+@pytest.mark.parametrize("error", [StopError, KeyboardInterrupt, SystemExit])
+def test_an_error_in_the_block_leaves_nothing_not_even_the_parents(error):
+    with pytest.raises(error), new_folder(Path("a/b/out")) as folder:
+        (folder / "x").write_text("1")
+        raise error
+    assert tree() == {}
+
+
+def test_parents_that_were_there_stay_after_an_error():
+    Path("a").mkdir()
+    with pytest.raises(StopError), new_folder(Path("a/b/out")):
+        raise StopError
+    assert tree() == {"a": None}
+
+
+def test_an_error_of_the_system_in_the_block_keeps_its_class():
+    with pytest.raises(FileNotFoundError), new_folder(Path("out")):
+        Path("gone").read_text()
+    assert tree() == {}
+
+
+@pytest.mark.parametrize("kind", [kind for kind, taken in KINDS.items() if taken])
+def test_a_folder_is_not_started_where_something_is(kind):
+    target = make(kind)
+    before = tree()
+    with pytest.raises(ConfigError, match="target exists"), new_folder(target):
+        raise AssertionError("the block must not run")
+    assert tree() == before
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind, taken in KINDS.items() if not taken])
+def test_a_free_name_and_an_empty_folder_are_filled(kind, force):
+    target = make(kind)
+    with new_folder(target, force=force) as folder:
+        (folder / "x").write_text("1")
+    assert tree(target) == {"x": "1"}
+    assert [name for name in tree() if ".tmp-" in name] == []
+
+
+@pytest.mark.parametrize("kind", [kind for kind, taken in KINDS.items() if taken])
+def test_force_replaces_what_is_there_and_only_at_the_end(kind):
+    target = make(kind)
+    with new_folder(target, force=True) as folder:
+        (folder / "x").write_text("1")
+        assert occupied(target)
+        assert not (target / "x").exists()
+    assert tree(target) == {"x": "1"}
+    assert set(tree()) == {"target", "target/x"}
+
+
+def test_force_leaves_the_old_folder_after_an_error():
+    target = make("full folder")
+    with pytest.raises(StopError), new_folder(target, force=True):
+        raise StopError
+    assert tree() == {"target": None, "target/.hidden": ""}
+
+
+def test_a_file_above_a_folder_is_an_expected_failure():
+    Path("file").write_text("old")
+    with pytest.raises(ConfigError, match="file is no folder"), new_folder(Path("file/out")):
+        raise AssertionError("the block must not run")
+    assert tree() == {"file": "old"}
+
+
+@pytest.mark.parametrize(
+    ("mask", "folder", "file"), [(0o022, 0o755, 0o644), (0o077, 0o700, 0o600), (0o002, 0o775, 0o664)]
+)
+def test_a_folder_has_the_permissions_of_the_umask(umask, mask, folder, file):
+    umask(mask)
+    with new_folder(Path("out")) as temporary:
+        (temporary / "sub").mkdir(mode=0o700)
+        (temporary / "sub/x").touch(mode=0o600)
+    assert (mode("out"), mode("out/sub"), mode("out/sub/x")) == (folder, folder, file)
+
+
+def test_what_a_killed_process_leaves_behind_is_no_result():
+    script = (
+        "import os, pathlib, signal\n"
+        "from dstool.files import new_folder\n"
+        "with new_folder(pathlib.Path('runs/out')) as folder:\n"
+        "    (folder / 'x').write_text('1')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    (left,) = [path.name for path in Path("runs").iterdir()]
+    assert left.startswith(".tmp-out-")
+    assert not occupied(Path("runs"))
+    with new_folder(Path("runs/out")) as folder:
+        (folder / "x").write_text("2")
+    assert tree("runs/out") == {"x": "2"}
