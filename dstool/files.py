@@ -46,6 +46,15 @@ def refuse_existing(*paths: Path, force: bool) -> None:
             raise ConfigError(f"{path} exists", hint="--force overwrites it, or choose another name")
 
 
+def refuse_unwritable(path: Path) -> None:
+    """Raise `ConfigError` where nothing called `path` can be made, or an existing folder not be filled."""
+    place = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    if not place.is_dir():
+        raise ConfigError(f"{path} cannot be written: {place} is no folder", hint="choose another name")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{path} cannot be written: no permission in {place}", hint="choose another name")
+
+
 def occupied(path: Path) -> bool:
     """Whether `path` is a file, or a folder with something in it."""
     if path.is_dir():

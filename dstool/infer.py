@@ -115,11 +115,11 @@ def load_tokenizer(folder: models.ModelFolder) -> Any:
 
 def load_engine(folder: models.ModelFolder, dtype: torch.dtype) -> Any:
     """The model in `folder` under DeepSpeed's inference engine, in a world of one."""
-    launch.become_single_rank()
     deepspeed = launch.import_deepspeed()
     model = models.load_folder(folder, dtype)
-    # Without a dtype the engine takes fp16, which the CPU has not (inference/config.py, 0.19.8).
-    return deepspeed.init_inference(model, dtype=dtype, tensor_parallel={"tp_size": 1})
+    with launch.rank_environment():
+        # Without a dtype the engine takes fp16, which the CPU has not (inference/config.py, 0.19.8).
+        return deepspeed.init_inference(model, dtype=dtype, tensor_parallel={"tp_size": 1})
 
 
 def _encode(texts: Sequence[str], tokenizer: Any, limit: int, engine: Any) -> Any:

@@ -58,16 +58,27 @@ def launched() -> bool:
     return "RANK" in os.environ and "LOCAL_RANK" in os.environ
 
 
-def become_single_rank() -> None:
-    """Give a process that nothing launched the environment of a world of one.
+@contextlib.contextmanager
+def rank_environment() -> Iterator[None]:
+    """Complete the environment of a rank: of a world of one, where nothing launched this process.
 
     Without it DeepSpeed looks for MPI and ends in "No module named 'mpi4py'" (comm/comm.py). LOCAL_SIZE
-    is what its shared-memory all-reduce on the CPU reads; torchrun leaves it out.
+    is what its shared-memory all-reduce on the CPU reads; torchrun leaves it out. At the end a process
+    that nothing launched has its own environment back, and what it starts then is no rank.
     """
+    lone: dict[str, str] = {}
     if not launched():
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update(alone, MASTER_PORT=str(free_port()))
+        lone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+        lone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    before = {name: os.environ.get(name) for name in lone}
+    os.environ.update(lone)
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({name: value} if value is not None else {})
 
 
 def free_port() -> int:

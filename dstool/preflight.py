@@ -7,6 +7,7 @@ launcher can start them without it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,25 @@ from dstool.errors import ConfigError, DataError, ModelError
 logger = logging.getLogger("dstool.preflight")
 
 
-def check(config: Config, *, may_exist: bool = False) -> None:
+def check(config: Config, *, may_exist: bool = False) -> read.Reconciled:
     """Check the JSON, the model, the data and the output folder that the run file names.
 
     Args:
         may_exist: whether the output folder may hold an earlier run.
 
+    Returns:
+        The DeepSpeed JSON and the Trainer's arguments, brought together.
+
     Raises:
         ConfigError, ModelError, DataError: for the first that cannot be used.
     """
-    settle(config)
+    settled = settle(config)
+    _check_arguments(settled.train)
     _check_model(config)
     _check_data(config)
-    if not may_exist and not config.train.model_dump().get("resume_from_checkpoint"):
-        check_output(Path(config.train.output_dir))
+    may_exist = may_exist or bool(settled.train.get("resume_from_checkpoint"))
+    check_output(Path(config.train.output_dir), may_exist=may_exist)
+    return settled
 
 
 def settle(config: Config) -> read.Reconciled:
@@ -53,12 +59,23 @@ def settle(config: Config) -> read.Reconciled:
     return read.reconcile(given, config.train.arguments(), json_name=config.deepspeed)
 
 
-def check_output(output_dir: Path) -> None:
-    """Raise `ConfigError` for an output folder with something in it."""
-    if files.occupied(output_dir):
+def check_output(output_dir: Path, *, may_exist: bool = False) -> None:
+    """Raise `ConfigError` for an output folder with something in it, or one that cannot be made."""
+    if not may_exist and files.occupied(output_dir):
         raise ConfigError(
             f"{output_dir} exists and is not empty",
             hint="--resume goes on from its newest checkpoint, --force starts anew, or train.output_dir=DIR",
+        )
+    files.refuse_unwritable(output_dir)
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Trainer says so too, and only once the model is loaded (trainer.py, 5.24)."""
+    if arguments.get("save_only_model") and arguments.get("load_best_model_at_end"):
+        raise ConfigError(
+            "train.load_best_model_at_end needs the optimizer's state in each checkpoint, and "
+            "train.save_only_model leaves it out",
+            hint="take one of them out",
         )
 
 

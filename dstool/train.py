@@ -90,71 +90,83 @@ def train(
         DstoolError: of the class that says whose fault it was (see `dstool.errors`).
     """
     started = time.monotonic()
-    settled = preflight.settle(config)
+    settled = preflight.check(config, may_exist=force or resume)
     for note in settled.notes:
         logger.info("%s", note)
-    ds, arguments = settled.ds, settled.train
-    output_dir = Path(config.train.output_dir)
-    checkpoint = _claim_output(output_dir, arguments, force=force, resume=resume)
-    device = _start_distributed(ds)
-    args = _training_arguments(arguments, ds, device)
-    trainer = _build_trainer(config, args, [*callbacks, _Steps(progress, config.train.save_first_step)])
-    with _explained_failures(args):
-        outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        metrics = _evaluate(trainer)
-        trainer.save_model(str(output_dir))
-        if config.train.save_fp32:
-            _save_fp32(trainer, output_dir / "fp32")
-    result = TrainResult(
-        output_dir=output_dir.resolve(),
-        steps=int(outcome.global_step),
-        seconds=time.monotonic() - started,
-        train_loss=float(outcome.training_loss),
-        metrics=metrics,
-        world_size=args.world_size,
-        device=device,
-        precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        stage=int(ds["zero_optimization"]["stage"]),
-        checkpoints=tuple(path.name for path in layout.checkpoints(output_dir)),
-    )
-    if args.process_index == 0:
-        _record(config, result)
-    _forget_zero3()
+    stage = int(settled.ds["zero_optimization"]["stage"])
+    checkpoint = _checkpoint_to_resume(config, settled.train, stage, resume=resume)
+    with launch.rank_environment(), _zero3_forgotten():
+        device = _start_distributed(settled.ds)
+        args = _training_arguments(config, settled, device)
+        steps = _Steps(progress, config.train.save_first_step)
+        trainer = _build_trainer(config, args, [*callbacks, steps])
+        if checkpoint is None:
+            _clear_earlier_run(args)
+        with _explained_failures(args):
+            outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            metrics = _evaluate(trainer)
+            trainer.save_model()
+            if config.train.save_fp32:
+                _save_fp32(trainer, Path(args.output_dir, "fp32"), stage)
+        result = TrainResult(
+            output_dir=Path(args.output_dir).resolve(),
+            steps=int(outcome.global_step),
+            seconds=time.monotonic() - started,
+            train_loss=float(outcome.training_loss),
+            metrics=metrics,
+            world_size=args.world_size,
+            device=device,
+            precision=_precision_of(args),
+            stage=stage,
+            checkpoints=tuple(path.name for path in layout.checkpoints(Path(args.output_dir))),
+        )
+        if args.process_index == 0:
+            _record(config, result)
     return result
 
 
 # --- before torch.distributed ----------------------------------------------------------------------
 
 
-def _claim_output(output_dir: Path, arguments: dict[str, Any], *, force: bool, resume: bool) -> Path | None:
-    """Make sure that the output folder may be used; the checkpoint to resume from, if any.
+def _checkpoint_to_resume(
+    config: Config, arguments: dict[str, Any], stage: int, *, resume: bool
+) -> Path | None:
+    """The checkpoint that the run file names, the newest complete one of the output folder, or none.
 
     Raises:
-        ConfigError: the folder has something in it, and neither force nor resume is given.
-        CheckpointError: there is no complete checkpoint, or it is of another world size.
+        CheckpointError: there is none to resume from, or it is of another stage or world size.
     """
-    asked = arguments.pop("resume_from_checkpoint", None)
-    if resume or asked:
-        found = layout.find(Path(asked) if isinstance(asked, str) else output_dir)
-        _check_world_size(found)
-        logger.info("resuming from %s", found.root)
-        return found.root
-    if log.rank() == 0:
-        if not force:
-            preflight.check_output(output_dir)
-        for stale in (*layout.checkpoints(output_dir), output_dir / "consolidated", output_dir / "fp32"):
-            shutil.rmtree(stale, ignore_errors=True)
-    return None
+    named = arguments.pop("resume_from_checkpoint", None)
+    if not (resume or named):
+        return None
+    found = layout.find(Path(named if isinstance(named, str) else config.train.output_dir))
+    _check_resumable(found, stage)
+    logger.info("resuming from %s", found.root)
+    return found.root
 
 
-def _check_world_size(found: layout.ZeroCheckpoint) -> None:
+def _check_resumable(found: layout.ZeroCheckpoint, stage: int) -> None:
     """DeepSpeed keeps a shard of the optimizer per rank, and does not cut it anew (engine.py, 0.19.8)."""
+    anew = f"or dstool consolidate {found.root}, then train on from those weights with model.name=..."
+    if found.stage != stage:
+        raise CheckpointError(
+            f"{found.root} is of ZeRO stage {found.stage}, and this run of stage {stage}",
+            hint=f"resume with the JSON it was trained with; {anew}",
+        )
     if found.stage and found.world_size != launch.world_size():
         raise CheckpointError(
             f"{found.root} was written by {found.world_size} ranks, and this run has {launch.world_size()}",
-            hint=f"--num-gpus {found.world_size}; or dstool consolidate {found.root}, "
-            "then train on from those weights with model.name=...",
+            hint=f"--num-gpus {found.world_size}; {anew}",
         )
+
+
+def _clear_earlier_run(args: TrainingArguments) -> None:
+    """Take away what an earlier run left in the output folder, now that this one is about to start."""
+    run_dir = Path(args.output_dir)
+    if args.process_index == 0:
+        for stale in (*layout.checkpoints(run_dir), run_dir / "consolidated", run_dir / "fp32"):
+            shutil.rmtree(stale, ignore_errors=True)
+    torch.distributed.barrier()
 
 
 # --- the ranks, and what they run on -----------------------------------------------------------------
@@ -163,7 +175,6 @@ def _check_world_size(found: layout.ZeroCheckpoint) -> None:
 def _start_distributed(ds: dict[str, Any]) -> str:
     """Join the ranks; the kind of device they use."""
     launch.check_build_locks()
-    launch.become_single_rank()
     deepspeed = launch.import_deepspeed()
     device = launch.accelerator()
     _check_offload(ds)
@@ -203,8 +214,19 @@ def _end_distributed() -> None:
         torch.distributed.destroy_process_group()
 
 
+@contextlib.contextmanager
+def _zero3_forgotten() -> Iterator[None]:
+    """Afterwards, let models be loaded whole again.
+
+    Transformers partitions each model that is made while it knows of a ZeRO-3 JSON.
+    """
+    try:
+        yield
+    finally:
+        _forget_zero3()
+
+
 def _forget_zero3() -> None:
-    """Let models be loaded whole again: Transformers partitions every one while it knows of a ZeRO-3 JSON."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
@@ -261,13 +283,14 @@ def _announce_builds(ds: Mapping[str, Any], device: str) -> None:
 # --- the Trainer -------------------------------------------------------------------------------------
 
 
-def _training_arguments(arguments: Mapping[str, Any], ds: dict[str, Any], device: str) -> TrainingArguments:
+def _training_arguments(config: Config, settled: read.Reconciled, device: str) -> TrainingArguments:
     """The Trainer's arguments, with the precision settled and every rank known.
 
     Raises:
         ConfigError: Trainer refuses them.
         NoDevice: fp16 without a GPU.
     """
+    ds, arguments = settled.ds, settled.train
     read.check_batch(ds, launch.world_size(), arguments)
     defaults = {
         "logging_steps": 10,
@@ -289,7 +312,16 @@ def _training_arguments(arguments: Mapping[str, Any], ds: dict[str, Any], device
         raise ConfigError(f"train: {' '.join(str(error).split())}") from error
     if args.world_size != launch.world_size():
         raise RunFailed(f"Trainer sees {args.world_size} ranks, the launcher started {launch.world_size()}")
+    if config.train.save_fp32 and ds["zero_optimization"]["stage"] == 0 and _precision_of(args) != "fp32":
+        raise ConfigError(
+            f"train.save_fp32 at ZeRO stage 0 in {_precision_of(args)}: DeepSpeed saves no fp32 weights then",
+            hint="dstool init-config --stage 1 --force",
+        )
     return args
+
+
+def _precision_of(args: TrainingArguments) -> str:
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
 
 def _precision(arguments: Mapping[str, Any], ds: Mapping[str, Any], device: str) -> dict[str, bool]:
@@ -307,6 +339,8 @@ def _precision(arguments: Mapping[str, Any], ds: Mapping[str, Any], device: str)
 
 def _build_trainer(config: Config, args: TrainingArguments, callbacks: Sequence[TrainerCallback]) -> Any:
     """Data, tokenizer, model and Trainer, in that order."""
+    # Trainer sets the seed too, but only once it is given a model, whose new weights are drawn by then.
+    transformers.set_seed(args.seed)
     with args.main_process_first(desc="reading the data"):
         splits = batches.load_splits(config.data, config.model.task, seed=args.seed)
     tokenizer = models.load_tokenizer(config.model, lambda: batches.text_of(splits.train))
@@ -470,12 +504,18 @@ def _explained_failures(args: TrainingArguments) -> Iterator[None]:
 # --- what a run leaves -------------------------------------------------------------------------------
 
 
-def _save_fp32(trainer: Any, target: Path) -> None:
-    """The fp32 master weights as a model folder, from a checkpoint of this very step."""
+def _save_fp32(trainer: Any, target: Path, stage: int) -> None:
+    """The fp32 master weights as a model folder, from a checkpoint of this very step.
+
+    At stage 0 in fp32 there are none but the model's own.
+    """
     with _checkpoint_of_now(trainer) as folder:
         if trainer.args.process_index == 0:
             model = _plain_copy(trainer)
-            _load_zero_checkpoint(model, folder)
+            if stage:
+                _load_zero_checkpoint(model, folder)
+            else:
+                model.load_state_dict(trainer.model.state_dict())
             with files.new_folder(target, force=True) as temporary:
                 model.save_pretrained(temporary)
                 trainer.processing_class.save_pretrained(temporary)

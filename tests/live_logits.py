@@ -1,4 +1,4 @@
-"""What each rank runs to train MODEL and to keep its logits in live.pt: live_logits.py MODEL STAGE PRECISION."""
+"""What each rank runs to train a model and keep its logits: live_logits.py MODEL STAGE PRECISION."""
 
 from __future__ import annotations
 

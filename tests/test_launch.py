@@ -22,11 +22,11 @@ from dstool.errors import (
     RunFailed,
 )
 from dstool.launch import (
-    become_single_rank,
     check_build_locks,
     choose_devices,
     free_port,
     launcher_argv,
+    rank_environment,
     report_error,
     report_result,
 )
@@ -151,8 +151,9 @@ def test_a_free_port_can_be_listened_on():
 
 
 def test_a_process_that_nothing_launched_becomes_a_world_of_one():
-    become_single_rank()
-    found = {name: os.environ.get(name) for name in OF_A_RANK}
+    with rank_environment():
+        found = {name: os.environ.get(name) for name in OF_A_RANK}
+    assert not any(name in os.environ for name in OF_A_RANK)
     assert 0 < int(found.pop("MASTER_PORT")) < 65536
     assert found == {
         "RANK": "0",
@@ -172,7 +173,8 @@ def test_a_launched_rank_keeps_what_it_has_and_learns_its_local_size(monkeypatch
     given = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29501", **extra}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    become_single_rank()
+    with rank_environment():
+        pass
     assert os.environ["LOCAL_SIZE"] == local_size
     assert {name: os.environ[name] for name in given} == given
     assert launch.world_size() == 4

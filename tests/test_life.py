@@ -24,7 +24,7 @@ def launcher(*how: str) -> list[str]:
 
 
 WAYS = {
-    "deepspeed dstool train": lambda: launcher(),
+    "deepspeed dstool train": launcher,
     "deepspeed --module dstool train": lambda: launcher("--module"),
     "deepspeed --no_python dstool train": lambda: launcher("--no_python"),
     "dstool train": lambda: ["dstool", "train", "--num-gpus", "2"],

@@ -58,7 +58,7 @@ def refusal(*words, **options) -> DstoolError:
 
 def test_a_run_that_is_fine_passes_in_well_under_a_second_and_nothing_is_written():
     before, started = contents(), time.monotonic()
-    assert check() is None
+    assert check()
     assert time.monotonic() - started < 1
     assert contents() == before
 
@@ -114,7 +114,7 @@ def test_a_json_that_contradicts_the_run_file():
 
 def test_a_json_written_into_the_run_file_is_checked_alike():
     run_file(deepspeed=JSON)
-    assert check() is None
+    assert check()
     run_file(deepspeed={"zero_optimization": {"stage": 7}})
     assert "zero_optimization.stage is 7" in refusal().message
 
@@ -152,7 +152,7 @@ def test_a_model_folder_that_is_not_there(name):
 
 @pytest.mark.parametrize("name", ["bert-base-uncased", "google-bert/bert-base-uncased"])
 def test_a_name_on_the_hub_is_left_to_the_hub(name):
-    assert check(f"model.name={name}", "data.train=stanfordnlp/imdb") is None
+    assert check(f"model.name={name}", "data.train=stanfordnlp/imdb")
 
 
 # the data
@@ -190,7 +190,7 @@ def test_a_data_file_that_cannot_be_used(key, text, said):
 def test_a_lost_column_is_mended_by_the_key_in_the_hint():
     Path("reviews.csv").write_text("text,stars\ngood,1\n")
     assert refusal().hint == "set data.label_column"
-    assert check("data.label_column=stars") is None
+    assert check("data.label_column=stars")
 
 
 def test_the_second_file_of_a_list_is_looked_at_too():
@@ -200,7 +200,7 @@ def test_the_second_file_of_a_list_is_looked_at_too():
 
 def test_a_language_model_needs_no_label():
     Path("book.txt").write_text("once upon a time\n")
-    assert check("model.task=causal-lm", "data.train=book.txt") is None
+    assert check("model.task=causal-lm", "data.train=book.txt")
     error = refusal("data.train=book.txt")
     assert type(error) is DataError
 
@@ -208,13 +208,13 @@ def test_a_language_model_needs_no_label():
 def test_a_broken_first_row_that_is_to_be_left_out_is_no_fault():
     Path("reviews.csv").write_text("text,label\n,1\ngood,1\n")
     assert type(refusal()) is DataError
-    assert check("data.skip_bad_rows=true") is None
+    assert check("data.skip_bad_rows=true")
 
 
 def test_the_wrong_encoding_names_the_right_one():
     Path("reviews.csv").write_bytes("text,label\n정말 재미있는 영화였다,1\n".encode("cp949"))
     assert refusal().hint == "data.encoding=cp949"
-    assert check("data.encoding=cp949") is None
+    assert check("data.encoding=cp949")
 
 
 # the output folder
@@ -233,10 +233,10 @@ def test_an_output_that_exists(kind):
 
 def test_an_output_that_exists_is_fine_for_who_goes_on_or_starts_anew():
     Path("out").mkdir()
-    assert check() is None
+    assert check()
     Path("out/config.json").touch()
-    assert check(may_exist=True) is None
-    assert check("train.resume_from_checkpoint=true") is None
+    assert check(may_exist=True)
+    assert check("train.resume_from_checkpoint=true")
 
 
 def test_a_check_says_nothing_when_all_is_fine(caplog):

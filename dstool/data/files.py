@@ -41,7 +41,7 @@ _log = logging.getLogger("dstool.data")
 _SKIP_HINT = "mend the row, or leave broken rows out with data.skip_bad_rows=true"
 _KNOWN_HINT = f"data files end in {', '.join(FORMATS)}"
 
-_PIECE_BYTES = 64 * 1024
+_PIECE_BYTES = 4 * 1024
 _BATCH_ROWS = 1024
 
 # The longest cell that csv accepts. An open quote would otherwise pull the rest of a file into memory.
@@ -494,7 +494,10 @@ def _parquet_file(path: Path) -> Iterator[Any]:
 
 
 def _text_pieces(path: Path, columns: Columns, encoding: str) -> Iterator[_Record]:
-    """The file in pieces of whole lines, about 64 KiB each; joined they are the file again."""
+    """The file in pieces of whole lines, about 4 KiB each; joined they are the file again.
+
+    Small enough that a part of them can be held out, and large enough to be cut there at no cost.
+    """
     if columns.label is not None:
         raise DataError(
             f"{path} is a text file, and a text file has no labels",
