@@ -42,7 +42,7 @@ def contents():
 
 
 def check(*words, **options):
-    preflight.check(load(words=words).config, **options)
+    return preflight.check(load(words=words).config, **options)
 
 
 def refusal(*words, **options) -> DstoolError:
