@@ -35,7 +35,7 @@ from dstool.errors import (
     RunFailed,
     by_name,
 )
-from dstool.log import quiet_deepspeed, rank
+from dstool.log import debug, quiet_deepspeed, rank
 
 logger = logging.getLogger("dstool.launch")
 
@@ -150,7 +150,8 @@ def run(command: Sequence[str], *, num_gpus: int | None = None, include: str | N
 
 def launcher_argv(command: Sequence[str], devices: Sequence[str]) -> list[str]:
     """The launcher's argv for `dstool COMMAND`, as a module so that any current folder will do."""
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", *devices]
+    level = "info" if debug() else "critical"
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", f"--log_level={level}", *devices]
     return [*launcher, "--master_port", str(free_port()), "--module", "dstool", *command]
 
 

@@ -50,6 +50,7 @@ def set_up() -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         if not sys.stderr.isatty():
             os.environ.setdefault("TQDM_DISABLE", "1")
 

@@ -10,15 +10,19 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
-from dstool import files
+from dstool import files, log
 from dstool.config import Config
 from dstool.data.files import Columns, columns_of, read_rows
 from dstool.data.names import local_files
 from dstool.ds_config import read
-from dstool.errors import ConfigError, DataError, ModelError
+from dstool.errors import ConfigError, DataError, DstoolError, ModelError
 
 logger = logging.getLogger("dstool.preflight")
+
+HUB_SECONDS = 10.0
 
 
 def check(config: Config, *, may_exist: bool = False) -> read.Reconciled:
@@ -95,10 +99,12 @@ def _check_model(config: Config) -> None:
         path.is_absolute() or section.name.startswith(".") or section.name.count("/") > 1
     ):
         raise ModelError(f"{path}: no such folder", hint="set model.name=FOLDER_OR_HUB_NAME")
+    if not path.exists():
+        _check_hub(section.name, "model", ModelError)
 
 
 def _check_data(config: Config) -> None:
-    """The columns and the first row of every file here; a hub data set is looked at by the ranks."""
+    """The columns and the first row of every file here; a hub data set is read by the ranks."""
     section = config.data
     if section.train is None:
         raise ConfigError("the run file names no data", hint="set data.train=FILE")
@@ -109,7 +115,10 @@ def _check_data(config: Config) -> None:
     if config.model.task == "text-classification":
         needed["label_column"] = section.label_column
     for spec in (section.train, section.eval):
-        for file in local_files(spec):
+        files_here = local_files(spec)
+        if spec and not files_here:
+            _check_hub(str(spec), "dataset", DataError)
+        for file in files_here:
             have = columns_of(file, encoding=section.encoding)
             lost = next((key for key, name in needed.items() if name and name not in have), None)
             if lost:
@@ -120,3 +129,35 @@ def _check_data(config: Config) -> None:
             wanted = Columns(section.text_column, needed.get("label_column"), section.text_pair_column)
             rows = read_rows([file], wanted, encoding=section.encoding, skip_bad_rows=section.skip_bad_rows)
             next(rows, None)
+
+
+def _check_hub(name: str, kind: str, error: type[DstoolError]) -> None:
+    """Raise `error` where `name` has to come from the Hugging Face hub, and that cannot be reached.
+
+    Transformers and datasets would try for half a minute each, in every rank.
+    """
+    from huggingface_hub import constants
+
+    copies = (
+        Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}"),
+        Path(constants.HF_HOME, "datasets", name.replace("/", "___")),
+    )
+    if log.rank() or any(copy.is_dir() for copy in copies):
+        return
+    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
+    if reason:
+        raise error(
+            f"{name} is not on this machine, and the Hugging Face hub cannot be reached ({reason})",
+            hint="check the spelling or the network; a folder or file on this machine needs neither",
+        )
+
+
+def _unreachable(url: str) -> str:
+    """Why nothing answers at `url`; empty when something does."""
+    try:
+        with urlopen(Request(url, method="HEAD"), timeout=HUB_SECONDS):  # noqa: S310 - https, or HF_ENDPOINT
+            return ""
+    except HTTPError:
+        return ""
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error))

@@ -134,7 +134,7 @@ def test_the_launchers_argv():
     port = argv.pop(argv.index("--master_port") + 1)
     assert 0 < int(port) < 65536
     assert argv == [
-        *(sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--num_gpus", "2"),
+        *(sys.executable, "-m", "deepspeed.launcher.runner", "--log_level=critical", "--num_gpus", "2"),
         *("--master_port", "--module", "dstool", "train", "--config", "a b.yaml"),
     ]
 
