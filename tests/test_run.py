@@ -18,12 +18,8 @@ from conftest import BIN
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-LONG = (
-    "train.max_steps=100000",
-    "train.logging_steps=1",
-    "train.save_strategy=no",
-    "train.save_first_step=false",
-)
+UNSAVED = ("train.save_strategy=no", "train.save_first_step=false")
+LONG = ("train.max_steps=100000", "train.logging_steps=1", *UNSAVED)
 
 
 @pytest.fixture
