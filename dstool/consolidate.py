@@ -56,7 +56,7 @@ def consolidate(
     started = time.monotonic()
     found = layout.find(checkpoint)
     target = output_dir or default_output(found)
-    refuse_inside(found, target)
+    refuse_overlap(found, target)
     files.refuse_existing(target, force=force)
     logger.info(
         "gathering %s: ZeRO stage %d, %d ranks, step %d",
@@ -94,10 +94,17 @@ def consolidate(
 
 def default_output(found: layout.ZeroCheckpoint) -> Path:
     """`consolidated/NAME` beside the checkpoint, where Trainer's rotation of checkpoints does not reach."""
-    return found.root.parent / "consolidated" / found.root.name
+    root = found.root if found.root.name.strip(".") else found.root.resolve()
+    return root.parent / "consolidated" / root.name
 
 
-def refuse_inside(found: layout.ZeroCheckpoint, target: Path) -> None:
-    """Refuse to write into the checkpoint, where older 16-bit weights lie that loaders would prefer."""
-    if target.resolve().is_relative_to(found.root.resolve()):
+def refuse_overlap(found: layout.ZeroCheckpoint, target: Path) -> None:
+    """Refuse to write into the checkpoint, where older 16-bit weights lie that loaders would prefer.
+
+    And to replace a folder that holds it, such as the run's.
+    """
+    root, place = found.root.resolve(), target.resolve()
+    if place.is_relative_to(root):
         raise InputError(f"{target} lies in the checkpoint itself", hint=f"-o {default_output(found)}")
+    if root.is_relative_to(place):
+        raise InputError(f"{target} holds the checkpoint itself", hint=f"-o {default_output(found)}")

@@ -60,7 +60,7 @@ def infer(texts: Sequence[str], config: Config, *, model: Path | None = None) ->
     device = launch.accelerator()
     dtype = models.usable_dtype(config.infer.dtype, folder.config, device)
     tokenizer = load_tokenizer(folder)
-    engine = load_engine(folder, dtype)
+    engine = load_engine(folder, tokenizer, dtype)
     started = time.monotonic()
     work = _classify if folder.task == "text-classification" else _continue
     predictions = tuple(
@@ -105,18 +105,24 @@ def load_tokenizer(folder: models.ModelFolder) -> Any:
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder.path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except models.UNREADABLE as error:
         raise ModelError(
             f"{folder.path} has no usable tokenizer", hint="dstool merge copies it along"
         ) from error
+    models.check_vocabulary(
+        tokenizer, folder.config, hint=f"put the model's own tokenizer into {folder.path}"
+    )
     tokenizer.padding_side = "left" if folder.task == "causal-lm" else "right"
     return models.ensure_pad_token(tokenizer)
 
 
-def load_engine(folder: models.ModelFolder, dtype: torch.dtype) -> Any:
+def load_engine(folder: models.ModelFolder, tokenizer: Any, dtype: torch.dtype) -> Any:
     """The model in `folder` under DeepSpeed's inference engine, in a world of one."""
     deepspeed = launch.import_deepspeed()
     model = models.load_folder(folder, dtype)
+    if folder.task == "text-classification":
+        # GPT-2's and its like read the last token that is no padding, and go by the config alone.
+        model.config.pad_token_id = tokenizer.pad_token_id
     with launch.rank_environment():
         # Without a dtype the engine takes fp16, which the CPU has not (inference/config.py, 0.19.8).
         return deepspeed.init_inference(model, dtype=dtype, tensor_parallel={"tp_size": 1})
@@ -133,6 +139,11 @@ def _classify(
 ) -> Iterator[Prediction]:
     limit = models.length_limit(tokenizer, folder.config, settings.max_length or MAX_LENGTH)
     logits = engine(**_encode(texts, tokenizer, limit, engine)).logits.float()
+    if not logits.isfinite().all():
+        raise ModelError(
+            f"{folder.path}: the model computes values that are no numbers",
+            hint="--dtype fp32, or a lower train.learning_rate",
+        )
     best = logits.softmax(dim=-1).max(dim=-1)
     names = folder.labels()
     for text, probability, index in zip(texts, best.values.tolist(), best.indices.tolist(), strict=True):
@@ -143,8 +154,8 @@ def _classify(
 def _continue(
     texts: Sequence[str], engine: Any, tokenizer: Any, folder: models.ModelFolder, settings: InferSection
 ) -> Iterator[Prediction]:
-    positions = models.length_limit(tokenizer, folder.config, settings.max_length or 1 << 30)
-    room = positions - settings.max_new_tokens
+    positions = models.length_limit(tokenizer, folder.config, 1 << 30)
+    room = min(positions - settings.max_new_tokens, settings.max_length or positions)
     if room < 1:
         raise InputError(
             f"infer.max_new_tokens={settings.max_new_tokens} leaves no room in {positions} positions",

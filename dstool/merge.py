@@ -54,24 +54,21 @@ def merge(
     Raises:
         CheckpointError: the checkpoint is incomplete, or of another stage.
         ModelError: config.json is missing, or does not fit the weights.
-        ConfigError: `output_dir` exists or is `input_dir`.
+        ConfigError: `output_dir` exists, or is or holds `input_dir`.
     """
     started = time.monotonic()
-    if output_dir.resolve() == input_dir.resolve():
-        raise ConfigError(f"{output_dir} is the input folder", hint="name another --output-dir")
+    if input_dir.resolve().is_relative_to(output_dir.resolve()):
+        raise ConfigError(f"{output_dir} is the input folder, or holds it", hint="name another --output-dir")
     files.refuse_existing(output_dir, force=force)
     companions, state = _read(input_dir, zero_stage)
     folder = models.open_folder(companions)
+    state = models.fit(state, folder)
     wanted = models.DTYPES[dtype] if dtype else _trained_dtype(folder)
     with files.new_folder(output_dir, force=force) as temporary:
         models.copy_companions(companions, temporary)
         models.set_config_dtype(temporary, wanted)
-        keep = models.stored_names(folder)
-        written = writer.write_weights(
-            state, temporary, dtype=wanted, max_shard_size=max_shard_size, keep=keep
-        )
-        del state
-        models.prove_loadable(models.open_folder(temporary))
+        written = writer.write_weights(state, temporary, dtype=wanted, max_shard_size=max_shard_size)
+        models.prove_loadable(models.open_folder(temporary), input_dir)
     return MergeResult(
         output_dir=output_dir.resolve(),
         source=input_dir.resolve(),
@@ -108,7 +105,7 @@ def _read(input_dir: Path, zero_stage: int | None) -> tuple[Path, Mapping[str, t
 
 def _companions(found: layout.ZeroCheckpoint) -> Path:
     """The checkpoint's own folder, or the run's, whichever has the model's config."""
-    for folder in (found.root, found.root.parent):
+    for folder in (found.root, found.root.resolve().parent):
         if (folder / "config.json").is_file():
             return folder
     raise ModelError(

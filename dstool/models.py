@@ -7,6 +7,7 @@ import json
 import logging
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import safetensors
 import safetensors.torch
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from dstool.config import ModelSection, Task
@@ -30,6 +32,19 @@ AUTO_CLASSES: Mapping[Task, str] = {
     "causal-lm": "AutoModelForCausalLM",
 }
 UNKNOWN, END = "<unk>", "</s>"
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    ImportError,
+    RuntimeError,
+    EOFError,
+    pickle.UnpicklingError,
+    safetensors.SafetensorError,
+    StrictDataclassError,
+)
+"""What Transformers and the formats beneath it raise over a file that is missing, damaged or unfit."""
 
 
 # --- tokenizers ----------------------------------------------------------------------------------
@@ -97,6 +112,15 @@ def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def check_vocabulary(tokenizer: Any, config: Any, *, hint: str) -> None:
+    """Raise `ModelError` where the tokenizer has tokens that the model has no row for."""
+    size = config.get_text_config().vocab_size
+    if len(tokenizer) > size:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is {size}", hint=hint
+        )
+
+
 def length_limit(tokenizer: Any, config: Any, default: int) -> int:
     """The tokens per text that both the tokenizer and the model take, and at most `default`."""
     limits = [default, tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)]
@@ -127,12 +151,11 @@ def load_model(
 
 def _config_for(section: ModelSection, tokenizer: Any, labels: Sequence[str] | None) -> Any:
     config = _fresh_config(section) if section.name is None else _pretrained_config(section)
-    if len(tokenizer) > config.get_text_config().vocab_size:
-        raise ModelError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is "
-            f"{config.get_text_config().vocab_size}",
-            hint="name the model's own tokenizer with model.tokenizer=..., or raise from_scratch.vocab_size",
-        )
+    check_vocabulary(
+        tokenizer,
+        config,
+        hint="name the model's own tokenizer with model.tokenizer=..., or raise from_scratch.vocab_size",
+    )
     if labels is not None:
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: index for index, label in enumerate(labels)}
@@ -224,16 +247,14 @@ def _mend_generation_config(model: Any) -> None:
 
 # --- models from a folder --------------------------------------------------------------------------
 
+TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model")
 COMPANIONS = (
     "config.json",
     "generation_config.json",
     "chat_template.jinja",
     "preprocessor_config.json",
     "processor_config.json",
-    "*token*.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
+    *TOKENIZER_FILES,
     "*.py",
 )
 NO_COMPANIONS = ("zero_to_fp32.py", "zero_to_torch.py")
@@ -280,7 +301,8 @@ def open_folder(path: Path) -> ModelFolder:
         return ModelFolder(path, config, "causal-lm")
     raise ModelError(
         f"{path} holds {', '.join(names) or 'an unnamed architecture'}, "
-        f"which is for none of the tasks {', '.join(AUTO_CLASSES)}"
+        f"which is for none of the tasks {', '.join(AUTO_CLASSES)}",
+        hint="name a folder that dstool train made",
     )
 
 
@@ -301,11 +323,11 @@ def load_folder(folder: ModelFolder, dtype: torch.dtype) -> Any:
 def check_loading(path: Path, info: Mapping[str, Any]) -> None:
     """Raise `ModelError` for any key that `from_pretrained` found missing, unexpected or mis-shaped."""
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        keys = sorted(str(key) for key in info[kind])
+        keys = sorted(key if isinstance(key, str) else key[0] for key in info[kind])
         if keys:
             raise ModelError(
                 f"{path}: {len(keys)} {kind.replace('_', ' ')} among its weights, {keys[0]} is one",
-                hint="weights and config.json are not of one model; dstool merge makes a whole folder",
+                hint="weights and config.json are not of one model: take both from the same folder",
             )
 
 
@@ -332,15 +354,12 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
             if file.suffix == ".safetensors":
                 state.update(safetensors.torch.load_file(file))
             else:
-                state.update(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-            pickle.UnpicklingError,
-            safetensors.SafetensorError,
-        ) as error:
-            raise ModelError(f"{file}: cannot be read: {' '.join(str(error).split())[:200]}") from error
+                mmap = zipfile.is_zipfile(file)
+                state.update(torch.load(file, map_location="cpu", weights_only=True, mmap=mmap))
+        except UNREADABLE as error:
+            raise ModelError(
+                f"{file}: cannot be read: {' '.join(str(error).split())[:200]}", hint="copy the file again"
+            ) from error
     return state
 
 
@@ -351,7 +370,7 @@ def weight_files(path: Path) -> list[Path]:
             return [path / name]
         index = path / f"{name}.index.json"
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = _shards(index)
             lost = [shard for shard in names if not (path / shard).is_file()]
             if lost:
                 raise ModelError(
@@ -361,26 +380,55 @@ def weight_files(path: Path) -> list[Path]:
     raise ModelError(f"{path} holds no weights", hint="name a folder with model.safetensors, or a checkpoint")
 
 
-def stored_names(folder: ModelFolder) -> frozenset[str]:
-    """The names under which `save_pretrained` would store the model: of tied weights, the first alone."""
-    with torch.device("meta"):
+def _shards(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is no index of weight files", hint="copy the folder again") from error
+
+
+def fit(state: Mapping[str, torch.Tensor], folder: ModelFolder) -> dict[str, torch.Tensor]:
+    """`state` as `save_pretrained` would store it for the config in `folder`: of tied weights, one alone.
+
+    Raises:
+        ModelError: a weight is of another shape than the config says, or the tokenizer has more tokens.
+    """
+    with _one_line(str(folder.path), "model"), torch.device("meta"):
         model = folder.auto_class().from_config(folder.config)
-    model.tie_weights()
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    return frozenset(name for name in model.state_dict() if name not in tied)
+        model.tie_weights()
+    expected = model.state_dict()
+    for name, value in state.items():
+        shape = expected[name].shape if name in expected else value.shape
+        if value.numel() and value.shape != shape:
+            raise ModelError(
+                f"{name} is of shape {list(value.shape)}, {folder.path / 'config.json'} says {list(shape)}",
+                hint="weights and config.json are not of one model: take both from the same folder",
+            )
+    if any(file for pattern in TOKENIZER_FILES for file in folder.path.glob(pattern)):
+        with _one_line(str(folder.path), "tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(folder.path)
+        check_vocabulary(tokenizer, folder.config, hint=f"put the model's own tokenizer into {folder.path}")
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return {
+        name: value for name, value in state.items() if not _repeats(value, state.get(tied.get(name, "")))
+    }
 
 
-def prove_loadable(folder: ModelFolder) -> None:
+def _repeats(value: torch.Tensor, source: torch.Tensor | None) -> bool:
+    return source is not None and (value is source or torch.equal(value, source))
+
+
+def prove_loadable(folder: ModelFolder, source: Path) -> None:
     """Compare the names and shapes of the weights in `folder` with those that its config asks for.
 
     Raises:
-        ModelError: one is missing, left over or of another shape.
+        ModelError: one is missing, left over or of another shape; names `source`, where they are from.
     """
-    with _one_line(str(folder.path), "model"):
+    with _one_line(str(source), "model"):
         _, info = folder.auto_class().from_pretrained(
             folder.path, device_map={"": "meta"}, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    check_loading(folder.path, info)
+    check_loading(source, info)
 
 
 def copy_companions(source: Path, target: Path) -> None:
@@ -422,7 +470,7 @@ def _one_line(name: str, what: str) -> Iterator[None]:
     """Turn what Transformers raises about `name` into a `ModelError` of one line."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
+    except UNREADABLE as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise _model_error(name, what, error) from error
@@ -436,7 +484,9 @@ def _model_error(name: str, what: str, error: Exception) -> ModelError:
             f"{name}: the folder has no config.json", hint="name a folder that save_pretrained or dstool made"
         )
     if path.is_dir() or not isinstance(error, OSError):
-        return ModelError(f"{name}: the {what} cannot be loaded: {reason}")
+        return ModelError(
+            f"{name}: the {what} cannot be loaded: {reason}", hint="copy the folder again, or name another"
+        )
     return ModelError(
         f"{name}: there is no such folder here, and the Hugging Face hub did not give a {what} of that name",
         hint=f"check the spelling and the network ({reason.partition('. ')[0]})",

@@ -292,11 +292,13 @@ def _training_arguments(config: Config, settled: read.Reconciled, device: str) -
     """
     ds, arguments = settled.ds, settled.train
     read.check_batch(ds, launch.world_size(), arguments)
+    level = "passive" if log.debug() else "error"
     defaults = {
         "logging_steps": 10,
         "disable_tqdm": True,
         "logging_nan_inf_filter": False,
-        "log_level": "passive" if log.debug() else "error",
+        "log_level": level,
+        "log_level_replica": level,
     }
     values = {**defaults, **_precision(arguments, ds, device), **arguments}
     if device == "cpu":

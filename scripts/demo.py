@@ -30,7 +30,7 @@ def main() -> int:
         ("dstool.yaml", ["init-config", "--stage", "2", "--model", encoder()]),
         (
             "out/run.json",
-            ["train", "--num-gpus", "2", "train.learning_rate=2e-4", "train.num_train_epochs=3"],
+            ["train", "--num-gpus", "2", "train.num_train_epochs=5"],
         ),
         ("out/consolidated", ["consolidate", "out"]),
         ("model", ["merge", "--input-dir", "out", "--output-dir", "model", "--zero-stage", "2"]),

@@ -152,9 +152,9 @@ def train_here(here: Path) -> Callable[..., Any]:
     from dstool.init_config import init_config
     from dstool.train import train
 
-    def go(*words: str, stage: int = 2, **options: Any) -> Any:
+    def go(*words: str, stage: int = 2, offload: str = "none", **options: Any) -> Any:
         if not (here / "dstool.yaml").exists():
-            init_config(Options(stage=stage))  # type: ignore[arg-type]
+            init_config(Options(stage=stage, offload=offload))  # type: ignore[arg-type]
         return train(load(words=words).config, **options)
 
     return go

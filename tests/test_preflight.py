@@ -2,7 +2,9 @@
 
 import json
 import logging
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -150,8 +152,18 @@ def test_a_model_folder_that_is_not_there(name):
     assert "no such folder" in error.message
 
 
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub on this machine that knows nothing, which is for the ranks to find out."""
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        yield
+        server.shutdown()
+
+
 @pytest.mark.parametrize("name", ["bert-base-uncased", "google-bert/bert-base-uncased"])
-def test_a_name_on_the_hub_is_left_to_the_hub(name):
+def test_a_name_on_the_hub_is_left_to_the_hub(name, hub):
     assert check(f"model.name={name}", "data.train=stanfordnlp/imdb")
 
 
@@ -243,3 +255,25 @@ def test_a_check_says_nothing_when_all_is_fine(caplog):
     with caplog.at_level(logging.DEBUG):
         check()
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("model.name=someone/model",), ModelError),
+        (("data.train=someone/reviews",), DataError),
+        (("data.eval=someone/reviews",), DataError),
+    ],
+)
+def test_a_hub_that_cannot_be_reached_is_said_at_once(words, error, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    refused = refusal(*words)
+    assert type(refused) is error
+    assert "is not on this machine, and the Hugging Face hub cannot be reached" in refused.message
+
+
+def test_a_model_that_was_fetched_before_needs_no_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "hub/models--someone--model").mkdir(parents=True)
+    assert check("model.name=someone/model")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from dstool.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    MissingDependency,
     ModelError,
     NoDevice,
     NonFiniteLoss,
@@ -150,8 +153,8 @@ def test_D08_gpt2_without_a_padding_token_classifies(
     torch.testing.assert_close(batch[:1], alone)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_loss_of_a_classifier_is_the_mean_over_rows(
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_T01_the_loss_of_a_classifier_is_the_mean_over_rows(
     stage: int, train_here: Callable[..., Any], reviews: Any
 ) -> None:
     """With accumulation or ranks, Trainer's own choice multiplies it."""
@@ -311,6 +314,44 @@ def test_a_model_that_is_not_there(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(error, match=said):
         train_here(word, *(["model.from_scratch=null"] if "name" in word else []))
+    assert not (here / "out").exists()
+
+
+# --- the machine -----------------------------------------------------------------------------------
+
+
+def test_L01_L02_a_lone_process_needs_no_mpi_and_stays_as_it_was(train_here: Callable[..., Any]) -> None:
+    before = dict(os.environ)
+    assert train_here(*SHORT).world_size == 1
+    assert "mpi4py" not in sys.modules
+    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT"} & (os.environ.keys() - before.keys())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_optimizer_runs_on_the_cpu_where_it_is_offloaded(
+    stage: int, train_here: Callable[..., Any]
+) -> None:
+    assert train_here(*SHORT, stage=stage, offload="cpu").steps == 2
+
+
+def test_offloading_without_a_compiler_is_refused(
+    here: Path, train_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(here))
+    with pytest.raises(MissingDependency, match=r"no C\+\+ compiler"):
+        train_here(*SHORT, offload="cpu")
+    assert not (here / "out").exists()
+
+
+def test_L13_offloading_to_nvme_without_libaio_is_refused(
+    here: Path, train_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_, **__: False)
+    with pytest.raises(MissingDependency, match="libaio") as caught:
+        train_here(*SHORT, stage=3, offload="nvme")
+    assert "libaio-dev" in str(caught.value.hint)
     assert not (here / "out").exists()
 
 

@@ -1,0 +1,338 @@
+"""A folder that plain Transformers loads, and what is refused before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from dstool.config import load
+from dstool.consolidate import consolidate
+from dstool.errors import CheckpointError, ConfigError, DstoolError, ModelError
+from dstool.infer import infer
+from dstool.merge import merge
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+AUTO = {
+    "bert": transformers.AutoModelForSequenceClassification,
+    "gpt2": transformers.AutoModelForCausalLM,
+    "llama": transformers.AutoModelForCausalLM,
+}
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+
+
+@pytest.fixture
+def model(tiny: Callable[..., Path]) -> Path:
+    """The folder of a Llama with tied weights, to break."""
+    return tiny("llama", tie_word_embeddings=True)
+
+
+def names(folder: Path) -> list[str]:
+    """Every file and folder below `folder`."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    """Set values in config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Let `change` alter the tensors of model.safetensors."""
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_whole(folder: Path, auto: Any, dtype: Any = "auto") -> Any:
+    """The model in `folder`, loaded by plain Transformers without a key missing or left over."""
+    model, info = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return model.eval()
+
+
+def logits(folder: Path, auto: Any) -> torch.Tensor:
+    """What the model in `folder` computes, in fp32."""
+    with torch.no_grad():
+        found: torch.Tensor = load_whole(folder, auto, torch.float32)(torch.arange(40).view(2, 20)).logits
+    return found
+
+
+def refusal(error: type[DstoolError], *arguments: Any, **options: Any) -> DstoolError:
+    """What `merge` raises: one line, what to do, and no word of a temporary folder."""
+    with pytest.raises(error) as caught:
+        merge(*arguments, **options)
+    assert "\n" not in caught.value.message
+    assert ".tmp-" not in caught.value.message
+    assert caught.value.hint
+    return caught.value
+
+
+# --- what is written -------------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("source", ["out", "out/checkpoint-16", "out/checkpoint-16/global_step16"])
+@pytest.mark.parametrize("stage", [None, 2])
+def test_a_classifier_of_a_run_keeps_its_labels_and_computes_what_trainer_saved(
+    source: str, stage: int | None, trained: Path, here: Path
+) -> None:
+    result = merge(trained / source, here / "merged", zero_stage=stage)
+    assert (result.output_dir, result.source) == (here / "merged", trained / source)
+    assert (result.architecture, result.dtype) == ("BertForSequenceClassification", "fp32")
+    auto = AUTO["bert"]
+    torch.testing.assert_close(logits(result.output_dir, auto), logits(trained / "out", auto))
+    assert load_whole(result.output_dir, auto).config.id2label == {0: "negative", 1: "positive"}
+    assert transformers.AutoTokenizer.from_pretrained(result.output_dir)("a lamp")["input_ids"]
+    assert not set(names(result.output_dir)) & {"zero_to_fp32.py", "training_args.bin", "run.json"}
+
+
+@pytest.mark.distributed
+def test_a_consolidated_folder_is_a_source(trained: Path, here: Path) -> None:
+    gathered = consolidate(trained / "out/checkpoint-1", here / "weights", file_format="bin")
+    merge(gathered.output_dir, here / "merged")
+    auto = AUTO["bert"]
+    torch.testing.assert_close(logits(here / "merged", auto), logits(trained / "out/checkpoint-1", auto))
+
+
+@pytest.mark.distributed
+def test_the_config_of_the_run_serves_a_checkpoint_without_one(
+    trained: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(trained / "out", here / "out")
+    (here / "out/checkpoint-1/config.json").unlink()
+    monkeypatch.chdir(here / "out/checkpoint-1")
+    assert merge(Path(), here / "merged").architecture == "BertForSequenceClassification"
+    (here / "out/config.json").unlink()
+    found = refusal(ModelError, here / "out/checkpoint-1", here / "other")
+    assert "has a config.json" in found.message
+
+
+@pytest.mark.parametrize("size", ["5GB", "40KB"])
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("llama", True), ("llama", False), ("gpt2", True), ("gpt2", False)]
+)
+def test_M07_the_head_is_kept_where_it_is_not_the_embedding(
+    kind: str, tied: bool, size: str, tiny: Callable[..., Path], here: Path
+) -> None:
+    source = tiny(kind, tie_word_embeddings=tied)
+    result = merge(source, here / "merged", max_shard_size=size)
+    torch.testing.assert_close(logits(here / "merged", AUTO[kind]), logits(source, AUTO[kind]))
+    state: dict[str, torch.Tensor] = {}
+    for file in (here / "merged").glob("*.safetensors"):
+        state.update(load_file(file))
+    assert (HEAD in state) is not tied
+    assert (len(result.files) > 2) is (size != "5GB")
+    if size != "5GB":
+        index = json.loads((here / "merged/model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == state.keys()
+        assert all((here / "merged" / name).is_file() for name in index["weight_map"].values())
+
+
+def test_M07_a_tied_head_that_was_stored_twice_is_stored_once(model: Path, here: Path) -> None:
+    edit_weights(model, lambda state: state.update({HEAD: state[EMBEDDING].clone()}))
+    merge(model, here / "merged")
+    assert HEAD not in load_file(here / "merged/model.safetensors")
+    torch.testing.assert_close(logits(here / "merged", AUTO["llama"]), logits(model, AUTO["llama"]))
+
+
+def test_M07_a_head_that_differs_is_never_dropped(model: Path, here: Path) -> None:
+    edit_weights(model, lambda state: state.update({HEAD: state[EMBEDDING] + 1}))
+    merge(model, here / "merged")
+    assert HEAD in load_file(here / "merged/model.safetensors")
+
+
+def test_M04_the_chat_template_and_the_generation_config_come_along(model: Path, here: Path) -> None:
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    (model / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_p": 0.7}))
+    merge(model, here / "merged")
+    turns = [{"role": "user", "content": "램프?"}, {"role": "assistant", "content": "a warm light"}]
+    one, other = (
+        transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(turns, tokenize=False)
+        for folder in (model, here / "merged")
+    )
+    assert one == other == "<user>램프?<end><assistant>a warm light<end>"
+    settings = transformers.GenerationConfig.from_pretrained(here / "merged")
+    assert (settings.do_sample, settings.top_p) == (True, 0.7)
+
+
+@pytest.mark.parametrize("trained_in", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [None, "fp32", "bf16", "fp16"])
+def test_M08_the_config_says_the_dtype_that_the_weights_have(
+    dtype: Any, trained_in: str, model: Path, here: Path
+) -> None:
+    """The weights of the source are fp32 masters, whatever its config says that the model was trained in."""
+    edit_config(model, dtype=trained_in)
+    result = merge(model, here / "merged", dtype=dtype)
+    (stored,) = {value.dtype for value in load_file(here / "merged/model.safetensors").values()}
+    assert json.loads((here / "merged/config.json").read_text())["dtype"] == str(stored)[6:]
+    assert load_whole(here / "merged", AUTO["llama"]).dtype == stored
+    wanted = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    assert result.dtype == wanted[str(stored)[6:]] == (dtype or wanted[trained_in])
+
+
+def test_a_merged_sharded_model_answers(model: Path, here: Path) -> None:
+    merge(model, here / "merged", max_shard_size="40KB")
+    config = load(words=["infer.max_new_tokens=4"], required=False).config
+    one, other = (infer(["a lamp"], config, model=folder) for folder in (here / "merged", model))
+    assert one.predictions == other.predictions
+
+
+def test_M05_rows_beyond_the_tokens_of_the_tokenizer_are_kept(model: Path, here: Path) -> None:
+    padded = AUTO["llama"].from_pretrained(model)
+    padded.resize_token_embeddings(320)
+    padded.save_pretrained(model)
+    merge(model, here / "merged")
+    assert load_whole(here / "merged", AUTO["llama"]).get_input_embeddings().num_embeddings == 320
+
+
+# --- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.distributed
+def test_another_stage_than_the_checkpoints_is_refused(trained: Path, here: Path) -> None:
+    found = refusal(CheckpointError, trained / "out", here / "merged", zero_stage=3)
+    assert "is of ZeRO stage 2, not 3" in found.message
+    assert found.hint == "--zero-stage 2"
+    assert names(here) == []
+
+
+def test_a_stage_of_a_folder_without_a_checkpoint_is_refused(model: Path, here: Path) -> None:
+    assert "no ZeRO state" in refusal(CheckpointError, model, here / "merged", zero_stage=2).message
+
+
+def add_tokens(folder: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<new1>", "<new2>"])
+    tokenizer.save_pretrained(folder)
+
+
+def lose_a_shard(folder: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="40KB")
+    (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def swap_weights(name: str, content: str) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / name).write_text(content)
+
+    return change
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "M01 weights of size 0": (
+        lambda folder: edit_weights(folder, lambda state: state.update({EMBEDDING: torch.empty(0)})),
+        "model.embed_tokens.weight is empty, shape [0]: it was saved while ZeRO-3 had it partitioned",
+    ),
+    "M05 vocab_size beyond the rows": (
+        lambda folder: edit_config(folder, vocab_size=512),
+        "model.embed_tokens.weight is of shape [300, 32], ",
+    ),
+    "M05 tokens beyond the rows": (
+        add_tokens,
+        "the tokenizer has 302 tokens, the model's vocab_size is 300",
+    ),
+    "M11 a shard of the index": (
+        lose_a_shard,
+        "model-00002-of-00003.safetensors is missing, and model.safetensors.index.json names it",
+    ),
+    "an index of nothing": (
+        swap_weights("model.safetensors.index.json", "{}"),
+        "is no index of weight files",
+    ),
+    "an index cut short": (swap_weights("model.safetensors.index.json", "{"), "is no index of weight files"),
+    "a file cut short": (cut, "model.safetensors: cannot be read"),
+    "a bin file of something else": (
+        swap_weights("pytorch_model.bin", "x"),
+        "pytorch_model.bin: cannot be read",
+    ),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no ZeRO checkpoint in"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "a config cut short": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        "the config cannot be loaded",
+    ),
+    "a config of another type": (
+        lambda folder: edit_config(folder, hidden_size="wide"),
+        "the config cannot be loaded",
+    ),
+    "an architecture for no task": (
+        lambda folder: edit_config(folder, architectures=["LlamaModel"]),
+        "holds LlamaModel, which is for none of the tasks",
+    ),
+    "a tokenizer cut short": (
+        lambda folder: (folder / "tokenizer.json").write_text("{"),
+        "the tokenizer cannot be loaded",
+    ),
+    "a weight missing": (
+        lambda folder: edit_weights(folder, lambda state: state.pop("model.norm.weight")),
+        "1 missing keys among its weights, model.norm.weight is one",
+    ),
+    "a weight left over": (
+        lambda folder: edit_weights(folder, lambda state: state.update({"odd": torch.ones(2)})),
+        "1 unexpected keys among its weights, odd is one",
+    ),
+    "no folder": (shutil.rmtree, "does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_model_is_refused_and_nothing_written(case: str, model: Path, here: Path) -> None:
+    change, said = BROKEN[case]
+    change(model)
+    found = refusal(DstoolError, model, here / "a/merged")
+    assert said in found.message
+    assert found.exit_code == 3
+    assert names(here) == []
+
+
+def test_M01_the_hint_points_at_the_shards(model: Path, here: Path) -> None:
+    BROKEN["M01 weights of size 0"][0](model)
+    assert "dstool consolidate checkpoint-N" in str(refusal(CheckpointError, model, here / "merged").hint)
+
+
+@pytest.mark.parametrize("said", ["max_shard_size 'big' is no size", "cannot be loaded"])
+def test_a_failure_with_force_leaves_what_was_there(said: str, model: Path, here: Path) -> None:
+    (here / "merged").mkdir()
+    (here / "merged/notes.txt").write_text("mine")
+    size = "big" if "big" in said else "5GB"
+    if size == "5GB":
+        edit_config(model, num_hidden_layers="two")
+    assert said in refusal(DstoolError, model, here / "merged", max_shard_size=size, force=True).message
+    assert names(here) == ["merged", "merged/notes.txt"]
+
+
+def test_a_folder_that_exists_is_left_alone_and_replaced_whole_by_force(model: Path, here: Path) -> None:
+    merge(model, here / "merged", max_shard_size="40KB")
+    before = names(here)
+    assert "--force" in str(refusal(ConfigError, model, here / "merged").hint)
+    assert names(here) == before
+    merge(model, here / "merged", force=True)
+    merge(model, here / "fresh")
+    assert names(here / "merged") == names(here / "fresh")
+
+
+@pytest.mark.parametrize("above", [".", "..", "../../"])
+def test_an_output_that_is_or_holds_the_input_is_refused_even_with_force(
+    above: str, model: Path, here: Path
+) -> None:
+    source = Path(shutil.copytree(model, here / "runs/one"))
+    before = names(here)
+    assert "is the input folder, or holds it" in str(refusal(ConfigError, source, source / above, force=True))
+    assert names(here) == before
