@@ -33,7 +33,9 @@ FileFormat = Literal["safetensors", "bin"]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), ser_json_inf_nan="constants"
+    )
 
 
 class ModelSection(_Section):

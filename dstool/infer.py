@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LogitsProcessorList
 
 from dstool import launch, models
+from dstool.checkpoint import layout
 from dstool.config import Config, InferSection
 from dstool.errors import InputError, ModelError
 
@@ -50,12 +51,11 @@ def infer(texts: Sequence[str], config: Config, *, model: Path | None = None) ->
         model: a model folder; by default that of the run file, or the newest weights of its run.
 
     Raises:
-        InputError: no text.
-        ModelError: no model there, or one that is broken.
+        InputError: no text, or one that is empty or no Unicode.
+        ModelError: no model there, or one that is broken or computes no numbers.
         NoDevice: the dtype asked for needs a GPU.
     """
-    if not texts or any(not text.strip() for text in texts):
-        raise InputError("there is no text" if not texts else "a text is empty", hint='--text "..."')
+    _check_texts(texts)
     folder = models.open_folder(model or newest_model(config))
     device = launch.accelerator()
     dtype = models.usable_dtype(config.infer.dtype, folder.config, device)
@@ -74,6 +74,16 @@ def infer(texts: Sequence[str], config: Config, *, model: Path | None = None) ->
     return InferResult(folder.path.resolve(), device, models.DTYPE_NAMES[dtype], predictions, seconds)
 
 
+def _check_texts(texts: Sequence[str]) -> None:
+    if not texts or any(not text.strip() for text in texts):
+        raise InputError("there is no text" if not texts else "a text is empty", hint='--text "..."')
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # bytes of another encoding than the terminal's
+            raise InputError(f"{text!r} is no Unicode text", hint="iconv -t UTF-8") from error
+
+
 def newest_model(config: Config) -> Path:
     """The model that the run file names, or the newest of what its run, consolidate and merge have written.
 
@@ -89,7 +99,9 @@ def newest_model(config: Config) -> Path:
         folder for folder in folders if models.has_weights(folder) and (folder / "config.json").is_file()
     ]
     if not found:
-        raise ModelError(f"{run} holds no model yet", hint="dstool train, or dstool infer --model DIR")
+        saved = layout.checkpoints(run)
+        hint = f"dstool consolidate {saved[-1]}" if saved else "dstool train, or dstool infer --model DIR"
+        raise ModelError(f"{run} holds no model yet", hint=hint)
     newest = max(
         found, key=lambda folder: max(file.stat().st_mtime_ns for file in models.weight_files(folder))
     )
@@ -133,18 +145,23 @@ def _encode(texts: Sequence[str], tokenizer: Any, limit: int, engine: Any) -> An
     return encoded.to(engine.module.device)
 
 
+def _numbers(values: torch.Tensor, folder: models.ModelFolder) -> torch.Tensor:
+    """`values`, unless the model's weights or its dtype have made some of them NaN."""
+    if values.isnan().any():
+        raise ModelError(
+            f"{folder.path}: the model computes values that are no numbers",
+            hint="--dtype fp32, or train again with a lower train.learning_rate",
+        )
+    return values
+
+
 @torch.inference_mode()
 def _classify(
     texts: Sequence[str], engine: Any, tokenizer: Any, folder: models.ModelFolder, settings: InferSection
 ) -> Iterator[Prediction]:
     limit = models.length_limit(tokenizer, folder.config, settings.max_length or MAX_LENGTH)
     logits = engine(**_encode(texts, tokenizer, limit, engine)).logits.float()
-    if not logits.isfinite().all():
-        raise ModelError(
-            f"{folder.path}: the model computes values that are no numbers",
-            hint="--dtype fp32, or a lower train.learning_rate",
-        )
-    best = logits.softmax(dim=-1).max(dim=-1)
+    best = _numbers(logits.softmax(dim=-1), folder).max(dim=-1)
     names = folder.labels()
     for text, probability, index in zip(texts, best.values.tolist(), best.indices.tolist(), strict=True):
         yield Prediction(text, label=names[index], probability=probability)
@@ -170,6 +187,7 @@ def _continue(
         max_new_tokens=settings.max_new_tokens,
         do_sample=settings.do_sample,
         pad_token_id=tokenizer.pad_token_id,
+        logits_processor=LogitsProcessorList([lambda _, scores: _numbers(scores, folder)]),
         **sampling,
     )
     width = encoded["input_ids"].shape[1]

@@ -442,7 +442,12 @@ def copy_companions(source: Path, target: Path) -> None:
 def set_config_dtype(folder: Path, dtype: torch.dtype) -> None:
     """Write into `folder`'s config.json the dtype of the weights beside it."""
     path = folder / "config.json"
-    values = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        values = {**json.loads(path.read_text(encoding="utf-8"))}
+    except (ValueError, TypeError) as error:
+        raise ModelError(
+            "the config.json beside the weights is no JSON object", hint="copy it from the model's folder"
+        ) from error
     values.pop("torch_dtype", None)
     values["dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -419,6 +419,7 @@ run_files = st.fixed_dictionaries(
 )
 
 
+@example({"deepspeed": {"0": float("inf")}})
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(run_files)
 @example({"model": {"name": "1e5", "from_scratch": {"no": {"a": None, "b": ".5e-1"}}}})

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from dstool.consolidate import ConsolidateResult, consolidate
-from dstool.errors import CheckpointError, ConfigError, DstoolError, InputError
+from dstool.errors import CheckpointError, ConfigError, DstoolError, InputError, ModelError
 
 pytestmark = pytest.mark.distributed
 
@@ -297,6 +297,14 @@ def test_K28_a_disk_that_fails_leaves_what_force_would_have_replaced(checkpoint:
     with largest_file(200_000), pytest.raises((SafetensorError, RuntimeError, OSError, DstoolError)):
         consolidate(checkpoint, here / "weights", force=True)
     assert names(here) == ["weights/notes.txt"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3"])
+def test_a_config_that_is_none_is_refused(text: str, broken: Path) -> None:
+    (broken / "config.json").write_text(text)
+    before = names(broken.parent)
+    assert "config.json" in refusal(ModelError, broken).message
+    assert names(broken.parent) == before
 
 
 def test_a_checkpoint_without_config_or_tokenizer_gives_the_weights_alone(broken: Path) -> None:

@@ -125,14 +125,6 @@ def test_a_long_text_is_read_up_to_the_limit(limit: int | None, classifier: Call
     assert one.probability != pytest.approx(third.probability)
 
 
-def test_a_model_whose_weights_are_no_numbers_is_refused(classifier: Callable[..., Path]) -> None:
-    folder = classifier("bert")
-    state = load_file(folder / "model.safetensors")
-    state["classifier.bias"] *= float("nan")
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "values that are no numbers" in refusal(ModelError, folder).message
-
-
 # --- generators --------------------------------------------------------------------------------------
 
 
@@ -179,6 +171,20 @@ def test_I08_new_tokens_that_leave_no_room_for_the_text_are_refused(count: int, 
     assert ask(llama, "z" * 90, words=("max_new_tokens=63",)).predictions[0].generated
 
 
+@pytest.mark.parametrize("words", [(), ("do_sample=true",)])
+@pytest.mark.parametrize(
+    ("task", "weight"), [("classify", "classifier.bias"), ("continue", "lm_head.weight")]
+)
+def test_a_model_that_computes_no_numbers_is_refused(
+    task: str, weight: str, words: tuple[str, ...], classifier: Callable[..., Path], llama: Path
+) -> None:
+    folder = classifier("bert") if task == "classify" else llama
+    state = load_file(folder / "model.safetensors")
+    state[weight] *= float("nan")
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "values that are no numbers" in refusal(ModelError, folder, words=words).message
+
+
 # --- dtypes ----------------------------------------------------------------------------------------------
 
 
@@ -220,6 +226,10 @@ def test_without_a_model_yet_the_hint_says_how_to_get_one(here: Path) -> None:
     with pytest.raises(ModelError, match="out holds no model yet") as caught:
         infer(TEXTS, settings())
     assert "dstool train" in str(caught.value.hint)
+    (here / "out/checkpoint-2/global_step2").mkdir(parents=True)
+    with pytest.raises(ModelError) as caught:
+        infer(TEXTS, settings())
+    assert caught.value.hint == "dstool consolidate out/checkpoint-2"
 
 
 def test_the_newest_weights_of_the_run_are_taken_unless_another_is_named(llama: Path, here: Path) -> None:
@@ -290,9 +300,17 @@ def test_a_consolidated_checkpoint_answers(form: Any, trained: Path, here: Path)
     assert ask(folder).predictions == ask(trained / "out").predictions
 
 
-@pytest.mark.parametrize("texts", [(), ("",), ("a lamp", " \n")])
-def test_a_text_that_is_empty_is_refused(texts: tuple[str, ...], llama: Path) -> None:
-    with pytest.raises(InputError, match=r"there is no text|a text is empty"):
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ((), "there is no text"),
+        (("",), "a text is empty"),
+        (("a lamp", " \n"), "a text is empty"),
+        (("a lamp", "\udcc1\udcc1"), "is no Unicode text"),
+    ],
+)
+def test_what_is_no_text_is_refused(texts: tuple[str, ...], said: str, llama: Path) -> None:
+    with pytest.raises(InputError, match=said):
         infer(texts, settings(), model=llama)
 
 

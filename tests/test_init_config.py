@@ -65,7 +65,7 @@ def test_both_files_are_written_and_fit_each_other(task, names):
 @pytest.mark.parametrize("task", TASKS)
 def test_what_is_written_without_any_names_passes_the_check_before_a_run(task):
     init_config(Options(), task=task)
-    assert preflight.check(load().config) is None
+    assert preflight.check(load().config)
 
 
 @pytest.mark.parametrize("task", TASKS)
