@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +10,6 @@ from dstool import files, models
 from dstool.checkpoint import assemble, layout, writer
 from dstool.config import Dtype, FileFormat
 from dstool.errors import InputError
-
-logger = logging.getLogger("dstool.consolidate")
 
 
 @dataclass(frozen=True)
@@ -58,13 +55,6 @@ def consolidate(
     target = output_dir or default_output(found)
     refuse_overlap(found, target)
     files.refuse_existing(target, force=force)
-    logger.info(
-        "gathering %s: ZeRO stage %d, %d ranks, step %d",
-        found.folder,
-        found.stage,
-        found.world_size,
-        found.step,
-    )
     state = assemble.fp32_state_dict(found)
     with files.new_folder(target, force=force) as temporary:
         written = writer.write_weights(

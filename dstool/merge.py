@@ -54,11 +54,13 @@ def merge(
     Raises:
         CheckpointError: the checkpoint is incomplete, or of another stage.
         ModelError: config.json is missing, or does not fit the weights.
-        ConfigError: `output_dir` exists, or is or holds `input_dir`.
+        ConfigError: `output_dir` exists, holds a checkpoint, or is or holds `input_dir`.
     """
     started = time.monotonic()
     if input_dir.resolve().is_relative_to(output_dir.resolve()):
         raise ConfigError(f"{output_dir} is the input folder, or holds it", hint="name another --output-dir")
+    if layout.is_zero(output_dir):
+        raise ConfigError(f"{output_dir} holds a ZeRO checkpoint", hint="name another --output-dir")
     files.refuse_existing(output_dir, force=force)
     companions, state = _read(input_dir, zero_stage)
     folder = models.open_folder(companions)
@@ -93,13 +95,6 @@ def _read(input_dir: Path, zero_stage: int | None) -> tuple[Path, Mapping[str, t
             f"{found.folder} is of ZeRO stage {found.stage}, not {zero_stage}",
             hint=f"--zero-stage {found.stage}",
         )
-    logger.info(
-        "gathering %s: ZeRO stage %d, %d ranks, step %d",
-        found.folder,
-        found.stage,
-        found.world_size,
-        found.step,
-    )
     return _companions(found), assemble.fp32_state_dict(found)
 
 

@@ -328,6 +328,14 @@ def test_a_folder_that_exists_is_left_alone_and_replaced_whole_by_force(model: P
     assert names(here / "merged") == names(here / "fresh")
 
 
+def test_a_checkpoint_is_never_replaced_by_a_model(trained: Path, here: Path) -> None:
+    run = Path(shutil.copytree(trained / "out", here / "out"))
+    before = names(here)
+    error = refusal(ConfigError, run, run / "checkpoint-16", force=True)
+    assert "holds a ZeRO checkpoint" in str(error)
+    assert names(here) == before
+
+
 @pytest.mark.parametrize("above", [".", "..", "../../"])
 def test_an_output_that_is_or_holds_the_input_is_refused_even_with_force(
     above: str, model: Path, here: Path

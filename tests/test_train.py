@@ -297,7 +297,7 @@ def test_T07_a_generation_config_that_contradicts_itself_is_mended_before_traini
 @pytest.mark.parametrize(
     ("word", "error", "said"),
     [
-        ("model.name=nowhere/atall", ModelError, "no such folder here"),
+        ("model.name=nowhere/atall", ModelError, "nowhere/atall is not on this machine"),
         ("model.name=nowhere/at/all", ModelError, "no such folder"),
         ("model.from_scratch={hidden_size: 8}", ModelError, "no model_type"),
         ("model.from_scratch={model_type: lama}", ModelError, "lama"),

@@ -44,6 +44,8 @@ def fp32_state_dict(checkpoint: ZeroCheckpoint) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: a partition is missing or of the wrong size, or a tensor would be left out.
     """
+    where = (checkpoint.folder, checkpoint.stage, checkpoint.world_size, checkpoint.step)
+    logger.info("gathering %s: ZeRO stage %d, %d ranks, step %d", *where)
     models = [read(file) for file in checkpoint.model_files]
     if checkpoint.stage == 0:
         return _from_module(checkpoint, models[0])

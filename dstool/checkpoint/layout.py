@@ -524,9 +524,10 @@ def _not_a_folder(path: Path) -> CheckpointError:
 def _nothing_in(path: Path) -> CheckpointError:
     looked = f"`{LATEST}`, global_step*/ and checkpoint-*/"
     if weights := next((name for name in WEIGHT_FILES if (path / name).is_file()), None):
+        adapter = weights.startswith("adapter")
         return CheckpointError(
             f"{path} holds {weights} and no ZeRO state ({looked}): these are already plain weights",
-            hint=f"dstool merge --input-dir {path}",
+            hint="peft loads an adapter as it is" if adapter else f"dstool merge --input-dir {path}",
         )
     inside = sorted((entry for entry in path.iterdir() if is_zero(entry)), key=_natural)
     names = " or ".join(f"dstool consolidate {entry}" for entry in inside)

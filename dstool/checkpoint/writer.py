@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dstool.errors import CheckpointError, ConfigError, EnvironmentUnfit
@@ -48,21 +49,20 @@ def write_weights(
     dtype: torch.dtype | None,
     max_shard_size: str = "5GB",
     file_format: Format = "safetensors",
-    keep: Collection[str] | None = None,
 ) -> Written:
     """Write `state` into `folder`, which exists and should be a temporary one.
 
-    Floating tensors are cast to `dtype`, or kept with None. Names of the same tensor are stored once:
-    under the first that is in `keep`, else under the first. A tensor above `max_shard_size` (such as
+    Floating tensors are cast to `dtype`, or kept with None. Names of the same tensor are stored once,
+    under the first. A tensor above `max_shard_size` (such as
     "5GB", powers of 1000) gets a file of its own.
 
     Raises:
         ConfigError: `max_shard_size` is no size.
         CheckpointError: nothing to write, a tensor of size 0, or a value too large for `dtype`.
-        EnvironmentUnfit: the disk has too little room.
+        EnvironmentUnfit: the disk has too little room, or refuses a file.
     """
     limit = parse_size(max_shard_size)
-    names = _stored_names(state, keep or ())
+    names = _stored_names(state)
     planned = {name: _planned(state[name], dtype) for name in names}
     split = split_torch_state_dict_into_shards(
         planned, filename_pattern=PATTERNS[file_format], max_shard_size=limit
@@ -95,7 +95,7 @@ def parse_size(text: str) -> int:
     return size
 
 
-def _stored_names(state: Mapping[str, torch.Tensor], keep: Collection[str]) -> list[str]:
+def _stored_names(state: Mapping[str, torch.Tensor]) -> list[str]:
     """One name for each distinct tensor, in the order of `state`."""
     if not state:
         raise CheckpointError("there are no tensors to write")
@@ -107,8 +107,7 @@ def _stored_names(state: Mapping[str, torch.Tensor], keep: Collection[str]) -> l
                 hint="gather it from the ZeRO checkpoint: dstool consolidate checkpoint-N",
             )
         tied.setdefault((value.data_ptr(), value.dtype, value.shape, value.stride()), []).append(name)
-    chosen = {next((name for name in names if name in keep), names[0]) for names in tied.values()}
-    return [name for name in state if name in chosen]
+    return [names[0] for names in tied.values()]
 
 
 def _planned(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -131,10 +130,16 @@ def _cast(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Te
 
 
 def _save(shard: dict[str, torch.Tensor], file: Path, file_format: Format) -> None:
-    if file_format == "safetensors":
-        save_file(shard, file, metadata={"format": "pt"})
-    else:
-        torch.save(shard, file)
+    try:
+        if file_format == "safetensors":
+            save_file(shard, file, metadata={"format": "pt"})
+        else:
+            torch.save(shard, file)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise EnvironmentUnfit(
+            f"{file.name} could not be written: {' '.join(str(error).split())[:200]}",
+            hint=f"df -h {file.parent.parent} shows the space there",
+        ) from error
 
 
 def _write_index(index: Mapping[str, Any], folder: Path, file_format: Format) -> str:
