@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +15,10 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import BIN
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
+BIN = Path(sys.executable).parent
 UNSAVED = ("train.save_strategy=no", "train.save_first_step=false")
 LONG = ("train.max_steps=100000", "train.logging_steps=1", *UNSAVED)
 

@@ -9,28 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from altered import JOBS
 
 from dstool.launch import free_port
 
 WORKER = Path(__file__).with_name("make_checkpoint.py")
-JOBS = (
-    "z0_fp32",
-    "z0_bf16",
-    "z1_bf16_frozen",
-    "z1_bf16_optimizer",
-    "z2_bf16",
-    "z2_bf16_frozen",
-    "z2_fp32",
-    "z2_adapter",
-    "z3_bf16",
-    "z3_bf16_frozen",
-    "z3_fp32",
-    "z3_groups",
-)
 
 
 def run_ranks(folder: Path, jobs: tuple[str, ...], timeout: float | None) -> None:
@@ -83,37 +68,3 @@ def made_on_nvme(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy_of(made: Path, tmp_path: Path) -> Callable[[str], Path]:
     """A copy of a job's folder, to break."""
     return lambda job: Path(shutil.copytree(made / job, tmp_path / job))
-
-
-def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Load a *_states.pt file, let `change` alter its content, and save it."""
-    content = torch.load(file, weights_only=False)
-    change(content)
-    torch.save(content, file)
-
-
-def hand_made(root: Path, weight: torch.Tensor, ranks: int, *, step: int = 7, prefix: str = "") -> Path:
-    """A stage-2 checkpoint of one parameter `w`, as DeepSpeed lays it out, without DeepSpeed."""
-    folder = root / f"global_step{step}"
-    folder.mkdir(parents=True)
-    (root / "latest").write_text(folder.name)
-    model = {
-        "module": {"w": weight.bfloat16()},
-        "param_shapes": [{"w": weight.shape}],
-        "buffer_names": [],
-        "shared_params": {},
-        "dp_world_size": ranks,
-        "global_steps": step,
-        "ds_version": "0.19.8",
-    }
-    torch.save(model, folder / "mp_rank_00_model_states.pt")
-    for rank, part in enumerate(weight.flatten().chunk(ranks)):
-        state = {
-            "zero_stage": 2,
-            "partition_count": [ranks],
-            "single_partition_of_fp32_groups": [part.clone()],
-            "base_optimizer_state": {"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": []},
-        }
-        name = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        torch.save({"optimizer_state_dict": state}, folder / name)
-    return root

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import JOBS, edit, hand_made
+from altered import JOBS, edit, hand_made
 
 from dstool.checkpoint.assemble import fp32_state_dict
 from dstool.checkpoint.layout import find

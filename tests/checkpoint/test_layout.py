@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import edit, hand_made
+from altered import edit, hand_made
 
 from dstool.checkpoint.layout import find, is_zero, newest_complete
 from dstool.errors import CheckpointError
