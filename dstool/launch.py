@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shlex
 import signal
 import socket
@@ -329,6 +330,33 @@ def check_build_locks() -> None:
             f"{stale[0]} was left by a build that was killed, and DeepSpeed would wait for it for ever",
             hint=shlex.join(["rm", *map(str, stale)]),
         )
+
+
+@contextlib.contextmanager
+def explained_builds() -> Iterator[None]:
+    """Turn what torch raises where an op cannot be compiled into one line with the compiler's own reason.
+
+    Raises:
+        MissingDependency: for the rank that compiled, and for those that waited for its result.
+    """
+    hint = "apt-get install g++ python3-dev (Debian, Ubuntu), or set CXX to a C++ compiler"
+    try:
+        yield
+    except RuntimeError as error:
+        failed = re.match(r"Error building extension '(\w+)'", str(error))
+        if not failed:
+            raise
+        reasons = re.findall(r".*(?:error:|not found|No such).*", str(error))
+        reason = reasons[0].strip() if reasons else "DSTOOL_DEBUG=1 shows why"
+        raise MissingDependency(
+            f"DeepSpeed's {failed[1]} could not be compiled: {reason}", hint=hint
+        ) from error
+    except ImportError as error:
+        if str(_extensions_folder()) not in str(error):
+            raise
+        raise MissingDependency(
+            f"another rank could not compile DeepSpeed's {error.name}", hint=hint
+        ) from error
 
 
 def is_built(op: str) -> bool:

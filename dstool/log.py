@@ -46,6 +46,8 @@ def set_up() -> None:
     logger.setLevel(logging.DEBUG if debug() else logging.INFO)
     if not debug():
         warnings.filterwarnings("ignore")
+        # On every machine without a GPU, it says that a CUDA build of torch finds none.
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

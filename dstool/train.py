@@ -95,7 +95,7 @@ def train(
         logger.info("%s", note)
     stage = int(settled.ds["zero_optimization"]["stage"])
     checkpoint = _checkpoint_to_resume(config, settled.train, stage, resume=resume)
-    with launch.rank_environment(), _zero3_forgotten():
+    with launch.rank_environment(), launch.explained_builds(), _zero3_forgotten():
         device = _start_distributed(settled.ds)
         args = _training_arguments(config, settled, device)
         steps = _Steps(progress, config.train.save_first_step)
@@ -237,16 +237,11 @@ def _check_offload(ds: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: the NVMe folder cannot be written.
-        MissingDependency: no compiler for the CPU optimizer, or no libaio for NVMe.
+        MissingDependency: no libaio.
     """
     zero = ds["zero_optimization"]
     offloads = [zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}]
     devices = {part.get("device", "none") for part in offloads}
-    if devices - {"none"} and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
-        raise MissingDependency(
-            "offloading compiles DeepSpeed's CPU optimizer, and no C++ compiler was found",
-            hint="apt-get install g++",
-        )
     if "nvme" not in devices:
         return
     for folder in {Path(part["nvme_path"]) for part in offloads if part.get("device") == "nvme"}:

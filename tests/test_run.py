@@ -134,6 +134,14 @@ def test_L14_a_lock_that_a_killed_build_left(ready: Path, command: Callable[...,
     assert f"try: rm {lock}" in done.err
 
 
+def test_a_machine_without_a_compiler(ready: Path, command: Callable[..., Any]) -> None:
+    environment = {"CXX": str(ready / "none"), "TORCH_EXTENSIONS_DIR": str(ready / "extensions")}
+    done = command("dstool", "train", "--num-gpus", "2", cwd=ready, code=4, env=environment)
+    assert done.err.splitlines()[-2].startswith("error: DeepSpeed's deepspeed_shm_comm could not be compiled")
+    assert "g++" in done.err.splitlines()[-1]
+    assert not (ready / "out").exists()
+
+
 def test_more_ranks_than_cores_are_warned_of_and_a_rank_too_many_for_the_data_is_no_crash(
     ready: Path, command: Callable[..., Any]
 ) -> None:

@@ -334,15 +334,6 @@ def test_the_optimizer_runs_on_the_cpu_where_it_is_offloaded(
     assert train_here(*SHORT, stage=stage, offload="cpu").steps == 2
 
 
-def test_offloading_without_a_compiler_is_refused(
-    here: Path, train_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(here))
-    with pytest.raises(MissingDependency, match=r"no C\+\+ compiler"):
-        train_here(*SHORT, offload="cpu")
-    assert not (here / "out").exists()
-
-
 def test_L13_offloading_to_nvme_without_libaio_is_refused(
     here: Path, train_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

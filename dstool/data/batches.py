@@ -29,9 +29,22 @@ UNLABELLED = -1
 """The label of a row without one, in the hub's classification sets (the test splits of GLUE)."""
 
 
+ROW = datasets.Features(
+    {
+        "text": datasets.Value("string"),
+        "messages": datasets.Value("bool"),
+        "text_pair": datasets.Value("string"),
+        "label": datasets.Value("string"),
+        "where": datasets.Value("string"),
+        "closed": datasets.Value("bool"),
+    }
+)
+"""The columns of every split: messages are kept as JSON, labels as words, `where` says FILE:LINE."""
+
+
 @dataclass(frozen=True)
 class Splits:
-    """Rows to train on and rows held out, with columns text, text_pair, label (a string) and where."""
+    """Rows to train on and rows held out, with the columns of `ROW`."""
 
     train: datasets.Dataset
     eval: datasets.Dataset | None
@@ -94,6 +107,7 @@ def _load_files(files: Sequence[Path], section: DataSection, columns: Columns) -
                 "closed": any(file.suffix.lower() != ".txt" for file in files),
                 "stamps": (__version__, stamps),
             },
+            features=ROW,
         )
     except datasets.exceptions.DatasetGenerationError as error:
         cause = error.__cause__ or error.__context__
@@ -157,7 +171,8 @@ def _load_hub(name: str, section: DataSection, columns: Columns, split: str) -> 
         pair = row[columns.text_pair] if columns.text_pair else None
         return _record(text, pair, named, place, closed=True)
 
-    return rows.map(plain, with_indices=True, remove_columns=rows.column_names)
+    # Without the features, `map` would turn the names in a column `label` back into a ClassLabel's numbers.
+    return rows.map(plain, with_indices=True, remove_columns=rows.column_names, features=ROW)
 
 
 # --- classification ------------------------------------------------------------------------------
