@@ -311,9 +311,18 @@ def _parse_word(word: str) -> tuple[str, Any]:
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set the dotted `key` in nested `values`; what stands in the way is replaced."""
+    """Set the dotted `key` in nested `values`.
+
+    Raises:
+        ConfigError: the path of a JSON file stands where a mapping would have to be.
+    """
     *parents, last = key.split(".")
     for parent in parents:
+        if isinstance(values.get(parent), str) and parent == "deepspeed":
+            raise ConfigError(
+                f"{key}: deepspeed: is the file {values[parent]} here, and its keys are set in it",
+                hint=f"edit {values[parent]}, or dstool init-config --force",
+            )
         if not isinstance(values.get(parent), dict):
             values[parent] = {}
         values = values[parent]

@@ -482,3 +482,8 @@ def test_loading_says_nothing(caplog):
     with caplog.at_level(logging.DEBUG):
         loaded("infer: {seed: 1}\n")
     assert caplog.records == []
+
+
+def test_a_word_into_a_json_that_is_a_file_is_refused():
+    error = refusal("deepspeed: ds_config.json\n", words=["deepspeed.zero_optimization.stage=3"])
+    assert "deepspeed: is the file ds_config.json" in error.message

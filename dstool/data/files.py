@@ -38,6 +38,7 @@ FORMATS: Mapping[str, str] = {
 
 _log = logging.getLogger("dstool.data")
 
+_READ_HINT = "check the name, the permissions and whether the file is whole"
 _SKIP_HINT = "mend the row, or leave broken rows out with data.skip_bad_rows=true"
 _KNOWN_HINT = f"data files end in {', '.join(FORMATS)}"
 
@@ -136,7 +137,7 @@ def _find(spec: str) -> list[Path]:
             return [path]
         return _matching(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: ~name of a user who is not there
-        raise DataError(f"cannot read {spec}: {_reason(error)}") from error
+        raise DataError(f"cannot read {spec}: {_reason(error)}", hint=_READ_HINT) from error
 
 
 def _in_folder(folder: Path) -> list[Path]:
@@ -152,7 +153,7 @@ def _in_folder(folder: Path) -> list[Path]:
 
 def _refuse(error: OSError) -> None:
     """Left alone, `os.walk` passes over a folder that it may not read, and its data would be missed."""
-    raise DataError(f"cannot read {error.filename}: {_reason(error)}") from error
+    raise DataError(f"cannot read {error.filename}: {_reason(error)}", hint=_READ_HINT) from error
 
 
 def _matching(pattern: Path) -> list[Path]:
@@ -263,7 +264,10 @@ class _Seen:
         if not self.total:
             raise DataError("no data files, so no rows", hint="name a file, a folder or a pattern")
         if not self.rows:
-            raise DataError(f"every row is broken ({self.broken} in all); the first: {self.first_broken[0]}")
+            raise DataError(
+                f"every row is broken ({self.broken} in all); the first: {self.first_broken[0]}",
+                hint="check data.text_column and data.label_column",
+            )
         if self.broken:
             places = "; ".join(map(str, self.first_broken))
             more = f"; and {self.broken - 5} more" if self.broken > 5 else ""
@@ -375,7 +379,7 @@ def _delimited_records(
 def _header(path: Path, lines: Iterator[tuple[str, list[str] | _RowError]]) -> list[str]:
     for _, fields in lines:
         if isinstance(fields, _RowError):
-            raise DataError(f"{fields}, and this is the header")
+            raise DataError(f"{fields}, and this is the header", hint="the first line names the columns")
         return [name.strip() for name in fields]
     raise _no_rows(path)
 
@@ -487,7 +491,7 @@ def _parquet_file(path: Path) -> Iterator[Any]:
         with path.open("rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:
             yield file
     except (pyarrow.ArrowException, UnicodeError) as error:
-        raise DataError(f"cannot read {path}: {_reason(error)}") from error
+        raise DataError(f"cannot read {path}: {_reason(error)}", hint=_READ_HINT) from error
 
 
 # Text
@@ -555,7 +559,7 @@ def _failures_named(path: Path, encoding: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"cannot read {path}: {_reason(error)}") from error
+        raise DataError(f"cannot read {path}: {_reason(error)}", hint=_READ_HINT) from error
     except UnicodeError as error:
         raise _undecodable(path, encoding, error) from error
 
