@@ -150,6 +150,14 @@ def write(here: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
+def language_words(write: Callable[..., Path]) -> tuple[str, ...]:
+    """The words that train a language model of `tiny` on a few lines."""
+    write("prose.jsonl", *(json.dumps({"text": f"line {n} about lamps and kettles"}) for n in range(60)))
+    data = ("data.train=prose.jsonl", "data.block_size=32")
+    return ("model.from_scratch=null", "model.task=causal-lm", *data)
+
+
+@pytest.fixture
 def train_here(here: Path) -> Callable[..., Any]:
     """`train_here("data.train=a.csv", stage=3)` trains in this process, by the sample's run file."""
     from dstool.config import load

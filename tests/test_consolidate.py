@@ -145,17 +145,10 @@ def test_K07_tied_weights_are_stored_once_and_compute_the_same(
     options: dict[str, Any],
     stage: int,
     tiny: Callable[..., Path],
-    write: Callable[..., Path],
+    language_words: tuple[str, ...],
     train_here: Callable[..., Any],
 ) -> None:
-    write("prose.jsonl", *(json.dumps({"text": f"line {n} about lamps and kettles"}) for n in range(60)))
-    words = (
-        "model.from_scratch=null",
-        "model.task=causal-lm",
-        "data.train=prose.jsonl",
-        "data.block_size=32",
-    )
-    run = train_here(f"model.name={tiny(kind, **options)}", *words, "train.max_steps=1", stage=stage)
+    run = train_here(f"model.name={tiny(kind, **options)}", *language_words, "train.max_steps=1", stage=stage)
     found = consolidate(run.output_dir)
     assert "lm_head.weight" not in load_file(found.output_dir / "model.safetensors")
     ids = torch.arange(40).view(2, 20)

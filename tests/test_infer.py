@@ -316,18 +316,13 @@ def test_what_is_no_text_is_refused(texts: tuple[str, ...], said: str, llama: Pa
 
 @pytest.mark.distributed
 def test_I19_a_generator_works_in_the_process_that_trained_at_stage_3(
-    llama: Path, write: Callable[..., Path], train_here: Callable[..., Any]
+    llama: Path, language_words: tuple[str, ...], train_here: Callable[..., Any]
 ) -> None:
     """A live HfDeepSpeedConfig would leave every weight of the next model partitioned."""
-    write("prose.jsonl", *(json.dumps({"text": f"line {n} about lamps and kettles"}) for n in range(60)))
-    words = (
-        "model.from_scratch=null",
-        "model.task=causal-lm",
-        "data.train=prose.jsonl",
-        "data.block_size=32",
-    )
     before = ask(llama).predictions
-    run = train_here(f"model.name={llama}", *words, "train.max_steps=2", "train.save_strategy=no", stage=3)
+    run = train_here(
+        f"model.name={llama}", *language_words, "train.max_steps=2", "train.save_strategy=no", stage=3
+    )
     assert not transformers.integrations.is_deepspeed_zero3_enabled()
     assert ask(llama).predictions == before
     assert all(each.generated is not None for each in ask(run.output_dir).predictions)

@@ -134,7 +134,9 @@ def test_nvme_holds_the_published_example():
 
 @by_case
 def test_c17_whole_numbers_are_json_integers(name):
-    json.loads(dumps(build(CASES[name])), parse_float=lambda text: pytest.fail(f"{text} is no integer"))
+    fractions: list[str] = []
+    json.loads(dumps(build(CASES[name])), parse_float=fractions.append)
+    assert fractions == []
 
 
 @by_case
