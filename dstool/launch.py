@@ -41,6 +41,7 @@ from dstool.log import debug, quiet_deepspeed, rank
 logger = logging.getLogger("dstool.launch")
 
 RESULT_VARIABLE = "DSTOOL_RESULT"
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux has it, and shm_open puts it
 GRACE_SECONDS = 30.0
 LOCK_SETTLES_SECONDS = 60.0
 LOCK_STALE_SECONDS = 1800.0
@@ -142,18 +143,33 @@ def run(command: Sequence[str], *, num_gpus: int | None = None, include: str | N
     gpus = accelerators()
     devices = choose_devices(gpus, num_gpus=num_gpus, include=include)
     environment = dict(os.environ) if gpus else {"DS_ACCELERATOR": "cpu", **os.environ}
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="dstool-") as folder:
         report = Path(folder, "result.json")
-        argv = launcher_argv(command, devices)
-        code = _run_in_session(argv, {**environment, RESULT_VARIABLE: str(report)})
+        try:
+            argv = launcher_argv(command, devices, port)
+            code = _run_in_session(argv, {**environment, RESULT_VARIABLE: str(report)})
+        finally:
+            free_shared_memory(port)
         return _read_report(report, code)
 
 
-def launcher_argv(command: Sequence[str], devices: Sequence[str]) -> list[str]:
+def launcher_argv(command: Sequence[str], devices: Sequence[str], port: int) -> list[str]:
     """The launcher's argv for `dstool COMMAND`, as a module so that any current folder will do."""
     level = "info" if debug() else "critical"
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", f"--log_level={level}", *devices]
-    return [*launcher, "--master_port", str(free_port()), "--module", "dstool", *command]
+    return [*launcher, "--master_port", str(port), "--module", "dstool", *command]
+
+
+def free_shared_memory(port: int) -> None:
+    """Free what the ranks that met at `port` of this machine have left in shared memory.
+
+    DeepSpeed's all-reduce on the CPU takes 69 MB for each rank, under a name with the port, and never
+    gives it back (ops/csrc/cpu/comm/shm.cpp, 0.19.8).
+    """
+    for buffer in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
+        with contextlib.suppress(OSError):
+            buffer.unlink()
 
 
 def choose_devices(gpus: int, *, num_gpus: int | None, include: str | None) -> list[str]:

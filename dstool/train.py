@@ -193,7 +193,7 @@ def _start_distributed(ds: dict[str, Any]) -> str:
                 hint=f"dstool train, or deepspeed --master_port {launch.free_port()} dstool train",
             ) from error
         raise
-    atexit.register(_end_distributed)
+    atexit.register(_end_distributed, int(os.environ["MASTER_PORT"]))
     return device
 
 
@@ -204,7 +204,7 @@ def _share_cores() -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
 
 
-def _end_distributed() -> None:
+def _end_distributed(port: int) -> None:
     """Leave the group of ranks; without it the interpreter now and then aborts on its way out.
 
     Not before the process ends: DeepSpeed keeps the groups it made (utils/groups.py, 0.19.8), and a
@@ -212,6 +212,7 @@ def _end_distributed() -> None:
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    launch.free_shared_memory(port)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,16 @@ def run(
     assert process.returncode == code, f"{' '.join(argv)} ended with {process.returncode}:\n{out}\n{err}"
     assert "Traceback" not in err, err
     return Done(process.returncode, out, err)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_memory_is_given_back() -> Iterator[None]:
+    """No run leaves its buffers behind: dozens of them would fill the memory of the machine."""
+    before = set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
+    yield
+    left = set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")) - before
+    for path in left:
+        path.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")

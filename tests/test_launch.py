@@ -130,13 +130,20 @@ def test_more_cpu_ranks_than_cores_are_started_with_a_warning(caplog, monkeypatc
 
 
 def test_the_launchers_argv():
-    argv = launcher_argv(["train", "--config", "a b.yaml"], ["--num_gpus", "2"])
-    port = argv.pop(argv.index("--master_port") + 1)
-    assert 0 < int(port) < 65536
+    argv = launcher_argv(["train", "--config", "a b.yaml"], ["--num_gpus", "2"], 29123)
     assert argv == [
         *(sys.executable, "-m", "deepspeed.launcher.runner", "--log_level=critical", "--num_gpus", "2"),
-        *("--master_port", "--module", "dstool", "train", "--config", "a b.yaml"),
+        *("--master_port", "29123", "--module", "dstool", "train", "--config", "a b.yaml"),
     ]
+
+
+def test_shared_memory_is_freed_for_one_port_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "SHARED_MEMORY", tmp_path)
+    names = [f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_0" for port in (29501, 29502)]
+    for name in names:
+        (tmp_path / name).touch()
+    launch.free_shared_memory(29501)
+    assert [path.name for path in tmp_path.iterdir()] == names[1:]
 
 
 def test_a_free_port_can_be_listened_on():

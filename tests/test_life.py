@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dstool as package
-from dstool.launch import free_port
+from dstool.launch import SHARED_MEMORY, free_port
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -50,7 +50,10 @@ def test_from_an_empty_folder_to_an_answer(
         (tmp_path / "dstool").symlink_to(Path(package.__file__).parent, target_is_directory=True)
 
     command("dstool", "init-config", "--stage", str(stage), "--offload", offload, cwd=tmp_path)
+    before = set(SHARED_MEMORY.iterdir())
     trained = command(*WAYS[way](), cwd=tmp_path, timeout=580)
+    left = {path.name for path in set(SHARED_MEMORY.iterdir()) - before}
+    assert not any("deepspeed_allreduce_buffer" in name for name in left)
     assert "training on the CPU over gloo, 2 ranks" in trained.err
     assert "[transformers]" not in trained.err, "noise of a library"
     assert "Trained" in trained.out
