@@ -277,3 +277,22 @@ def test_a_model_that_was_fetched_before_needs_no_hub(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     (tmp_path / "hub/models--someone--model").mkdir(parents=True)
     assert check("model.name=someone/model")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "per_device_train_batch_size=0",
+        "per_device_eval_batch_size=-1",
+        "gradient_accumulation_steps=0",
+        "learning_rate=-1e-3",
+        "learning_rate=.nan",
+        "warmup_steps=-1",
+        "num_train_epochs=0",
+        "max_steps=0",
+    ],
+)
+def test_numbers_that_train_nothing_are_refused(word):
+    error = refusal(f"train.{word}")
+    assert (type(error), error.exit_code) == (ConfigError, 2)
+    assert word.partition("=")[0] in error.message
