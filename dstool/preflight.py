@@ -18,7 +18,7 @@ from dstool.config import Config
 from dstool.data.files import Columns, columns_of, read_rows
 from dstool.data.names import local_files
 from dstool.ds_config import read
-from dstool.errors import ConfigError, DataError, DstoolError, ModelError
+from dstool.errors import ConfigError, DataError, DstoolError, EnvironmentUnfit, ModelError
 
 logger = logging.getLogger("dstool.preflight")
 
@@ -99,6 +99,8 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
             f"train.max_steps={steps} and train.num_train_epochs={epochs} train nothing",
             hint="train.num_train_epochs=1, or train.max_steps=100",
         )
+    if arguments.get("push_to_hub"):
+        _check_hub_answers("train.push_to_hub")
     if arguments.get("save_only_model") and arguments.get("load_best_model_at_end"):
         raise ConfigError(
             "train.load_best_model_at_end needs the optimizer's state in each checkpoint, and "
@@ -168,12 +170,27 @@ def _check_hub(name: str, kind: str, error: type[DstoolError]) -> None:
     )
     if log.rank() or any(copy.is_dir() for copy in copies):
         return
-    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
+    reason = _silent_hub()
     if reason:
         raise error(
             f"{name} is not on this machine, and the Hugging Face hub cannot be reached ({reason})",
             hint="check the spelling or the network; a folder or file on this machine needs neither",
         )
+
+
+def _check_hub_answers(key: str) -> None:
+    if reason := _silent_hub():
+        raise EnvironmentUnfit(
+            f"{key}: the Hugging Face hub cannot be reached ({reason})",
+            hint=f"{key}=false, or mend the network",
+        )
+
+
+def _silent_hub() -> str:
+    """Why the hub does not answer; empty when it does."""
+    from huggingface_hub import constants
+
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
 
 
 def _unreachable(url: str) -> str:

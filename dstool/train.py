@@ -346,7 +346,10 @@ def _build_trainer(config: Config, args: TrainingArguments, callbacks: Sequence[
         parts = _classification(config, args, splits, tokenizer)
     else:
         parts = _language_modelling(config, args, splits, tokenizer)
-    trainer = transformers.Trainer(args=args, processing_class=tokenizer, callbacks=list(callbacks), **parts)
+    with _refusals_of_trainer():
+        trainer = transformers.Trainer(
+            args=args, processing_class=tokenizer, callbacks=list(callbacks), **parts
+        )
     trainer.remove_callback(transformers.PrinterCallback)
     if not trainer.is_deepspeed_enabled:
         raise RunFailed("Trainer did not turn DeepSpeed on", hint="unset ACCELERATE_USE_CPU")
@@ -360,6 +363,23 @@ def _build_trainer(config: Config, args: TrainingArguments, callbacks: Sequence[
         held_out,
     )
     return trainer
+
+
+@contextlib.contextmanager
+def _refusals_of_trainer() -> Iterator[None]:
+    """What Trainer finds wrong with its arguments once it has the model."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(
+            f"train: {' '.join(str(error).split())}", hint="change it in the run file"
+        ) from error
+    except RuntimeError as error:
+        if "to be installed" not in str(error):
+            raise
+        raise MissingDependency(
+            f"train.report_to: {' '.join(str(error).split())}", hint='pip install "dstool[trackers]"'
+        ) from error
 
 
 def _dtype(args: TrainingArguments) -> torch.dtype:
@@ -486,6 +506,13 @@ def _explained_failures(args: TrainingArguments) -> Iterator[None]:
     """Say in dstool's own errors what a run most often dies of."""
     try:
         yield
+    except KeyError as error:
+        if "metric_for_best_model" not in str(error):
+            raise
+        raise ConfigError(
+            f"train.metric_for_best_model={args.metric_for_best_model} is none of what is measured",
+            hint="one of loss, accuracy, f1 (classification) or loss (causal-lm)",
+        ) from error
     except torch.OutOfMemoryError as error:
         raise RunFailed(
             f"out of GPU memory: {str(error).partition('. ')[0]}",

@@ -296,3 +296,9 @@ def test_numbers_that_train_nothing_are_refused(word):
     error = refusal(f"train.{word}")
     assert (type(error), error.exit_code) == (ConfigError, 2)
     assert word.partition("=")[0] in error.message
+
+
+def test_a_push_to_a_hub_that_cannot_be_reached(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    error = refusal("train.push_to_hub=true")
+    assert (error.exit_code, "push_to_hub" in error.message) == (4, True)

@@ -30,6 +30,12 @@ from dstool.errors import (
 pytestmark = pytest.mark.distributed
 
 STAGES = (0, 1, 2, 3)
+BEST_BY_SPEED = (
+    "train.metric_for_best_model=speed",
+    "train.load_best_model_at_end=true",
+    "train.eval_strategy=epoch",
+    "train.max_steps=2",
+)
 SHORT = ("train.max_steps=2", "train.save_first_step=false", "train.save_strategy=no")
 
 
@@ -356,6 +362,27 @@ def test_T04_contradicting_arguments_are_refused_before_anything_is_written(
     with pytest.raises(ConfigError, match="save_only_model"):
         train_here(*words)
     assert not (here / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "said"),
+    [
+        (("train.report_to=swanlab",), MissingDependency, "to be installed"),
+        (("train.auto_find_batch_size=true",), ConfigError, "auto_find_batch_size"),
+        (
+            BEST_BY_SPEED,
+            ConfigError,
+            "metric_for_best_model=speed is none of what is measured",
+        ),
+        (("data.eval_split=0.9999",), DataError, "holds out all of 320 rows"),
+    ],
+)
+def test_what_trainer_would_die_of_is_said_in_one_line(
+    words: tuple[str, ...], error: type[Exception], said: str, train_here: Callable[..., Any]
+) -> None:
+    with pytest.raises(error, match=said) as caught:
+        train_here(*words, stage=3)
+    assert caught.value.hint  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("stage", [2, 3])

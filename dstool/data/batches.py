@@ -78,12 +78,14 @@ def load_splits(section: DataSection, task: Task, *, seed: int) -> Splits:
 
 
 def _split(rows: datasets.Dataset, fraction: float, seed: int) -> Splits:
-    if round(len(rows) * fraction) < 1 or len(rows) < 2:
+    held_out = round(len(rows) * fraction)
+    if not 0 < held_out < len(rows):
+        what = "none" if held_out == 0 else "all"
         raise DataError(
-            f"data.eval_split={fraction} holds out none of {len(rows)} rows",
-            hint="raise it, or set data.eval=FILE",
+            f"data.eval_split={fraction} holds out {what} of {len(rows)} rows",
+            hint="choose another part, or set data.eval=FILE",
         )
-    parts = rows.train_test_split(test_size=fraction, seed=seed)
+    parts = rows.train_test_split(test_size=held_out, seed=seed)
     return Splits(parts["train"], parts["test"])
 
 
