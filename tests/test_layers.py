@@ -19,6 +19,7 @@ LAYERS = (
     (
         "dstool.config",
         "dstool.ds_config",
+        "dstool.ds_config.keys",
         "dstool.ds_config.build",
         "dstool.ds_config.read",
         "dstool.launch",
