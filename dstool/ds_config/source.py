@@ -93,15 +93,16 @@ class Source:
         place = self.places[path]
         return Edit(place.key, place.key_end, json.dumps(name, ensure_ascii=False))
 
-    def addition(self, path: Path, text: str) -> Edit:
-        """The edit that adds an entry, `"key": value` as JSON text, at the end of the object at `path`."""
+    def addition(self, path: Path, *texts: str) -> Edit:
+        """The edit that adds entries, `"key": value` as JSON text, at the end of the object at `path`."""
         place = self.places[path]
         last = len(self.text[: place.end - 1].rstrip())
         indent = "  " * (len(path) + 1)
         if self.text[last - 1] == "{":
-            return Edit(last, place.end - 1, f"\n{indent}{text}\n{indent[2:]}")
-        broken = "\n" in self.text[place.start : place.end]
-        return Edit(last, last, f",\n{indent}{text}" if broken else f", {text}")
+            entries = f",\n{indent}".join(texts)
+            return Edit(last, place.end - 1, f"\n{indent}{entries}\n{indent[2:]}")
+        comma = f",\n{indent}" if "\n" in self.text[place.start : place.end] else ", "
+        return Edit(last, last, "".join(comma + text for text in texts))
 
 
 def apply(text: str, edits: Iterable[Edit]) -> str:
@@ -290,7 +291,7 @@ class _Reader:
             words = f"{name[0]} is Python; JSON has true, false and null"
             self.fault("python-word", start, words, Edit(start, self.at, json.dumps(value)))
             return value
-        self.stop("syntax", start, f"expected a value, found {self.found()}")
+        return self.stop("syntax", start, f"expected a value, found {self.found()}")
 
     def number(self, start: int, match: re.Match[str]) -> Any:
         self.at = match.end()
@@ -325,13 +326,13 @@ class _Reader:
         def entry() -> None:
             key_start = self.at
             key = self.key()
-            key_end = self.at
+            key_end, here = self.at, (*path, key)
             self.colon()
-            first = self.places.get((*path, key))
+            first = self.places.get(here)
             if first is not None:
-                self.forget((*path, key))
-            self.places[(*path, key)] = Place(key_start, key_end, self.at, self.at)
-            result[key] = self.value((*path, key))
+                self.forget(here)
+            self.places[here] = Place(key_start, key_end, self.at, self.at)
+            result[key] = self.value(here)
             if first is not None:
                 self.duplicate(first, key_start, key_end)
 
