@@ -198,6 +198,29 @@ def check(
 
 
 @app.command()
+def explain(
+    name: Annotated[
+        str | None, typer.Argument(help="A key of the JSON, any part of one, or a topic. [default: a list]")
+    ] = None,
+    lang: Annotated[
+        Literal["en", "ko"] | None,
+        typer.Option(help="The language. [default: that of the locale]", show_default=False),
+    ] = None,
+    as_json: JsonOpt = False,
+) -> None:
+    """Say what a key of the DeepSpeed JSON means, what it costs, and what sets it."""
+    from dstool.explain import explain as run
+    from dstool.explain import show
+
+    out.as_json = as_json
+    result = run(name, lang)
+    if as_json:
+        out.result("", result)
+    else:
+        out.text(show(result))
+
+
+@app.command()
 def train(
     words: Words = None,
     config: ConfigOpt = None,

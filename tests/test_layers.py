@@ -20,6 +20,7 @@ LAYERS = (
         "dstool.config",
         "dstool.ds_config",
         "dstool.ds_config.keys",
+        "dstool.ds_config.glossary",
         "dstool.ds_config.build",
         "dstool.ds_config.source",
         "dstool.ds_config.read",
@@ -45,6 +46,7 @@ LAYERS = (
     ),
     (
         "dstool.init_config",
+        "dstool.explain",
         "dstool.check",
         "dstool.train",
         "dstool.consolidate",
@@ -62,6 +64,7 @@ LIGHT = {*LAYERS[0], *LAYERS[1], *LAYERS[4]} | {
     "dstool.data.names",
     "dstool.preflight",
     "dstool.init_config",
+    "dstool.explain",
     "dstool.check",
 }
 HEAVY = {"torch", "deepspeed", "transformers", "datasets"}
@@ -195,7 +198,13 @@ def test_the_check_lets_pass(module, source):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["init-config", "--stage", "3", "--offload", "nvme"], ["check"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["init-config", "--stage", "3", "--offload", "nvme"],
+        ["explain", "stage"],
+        ["check"],
+    ],
     ids=" ".join,
 )
 def test_a_light_command_imports_nothing_heavy(arguments, tmp_path):
