@@ -6,7 +6,7 @@ Nothing here reads a file or looks at the machine: the text comes as a `Source`,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -52,6 +52,10 @@ def check(text: Source, around: Circumstances) -> tuple[Finding, ...]:
         look = Look(text.value, text, around)
         raws = [raw for rule in (*rules.RULES, *run_rules.RULES) for raw in rule(look)]
         found += [_of_raw(text, raw) for raw in _told_once(raws)]
+        if not all(fault.edits for fault in text.faults):
+            # The rest is mended in a text that is JSON, and this one does not become it by itself.
+            of_json = {fault.rule for fault in text.faults}
+            found = [each if each.rule in of_json else replace(each, edit=()) for each in found]
     return tuple(sorted(found, key=lambda each: (each.line or 0, each.column or 0)))
 
 
