@@ -170,6 +170,57 @@ def init_config(
 
 
 @app.command()
+def check(
+    path: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DS_CONFIG]", help="The DeepSpeed JSON, or else that of the run file."),
+    ] = None,
+    config: ConfigOpt = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="The number of ranks that the batch is to fit.")
+    ] = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Make every mend that cannot change the meaning.")
+    ] = False,
+    as_json: JsonOpt = False,
+) -> None:
+    """Say what is wrong with the DeepSpeed JSON, before it costs an hour."""
+    from dstool import check as verb
+
+    out.as_json = as_json
+    result = verb.check(path, config=config, world_size=world_size, fix=fix)
+    if as_json:
+        out.result("", result)
+    else:
+        out.text("\n".join(verb.report(result, _typed(result.file))))
+    if result.errors:
+        raise typer.Exit(ConfigError.exit_code)
+
+
+@app.command()
+def explain(
+    name: Annotated[
+        str | None, typer.Argument(help="A key of the JSON, any part of one, or a topic. [default: a list]")
+    ] = None,
+    lang: Annotated[
+        Literal["en", "ko"] | None,
+        typer.Option(help="The language. [default: that of the locale]", show_default=False),
+    ] = None,
+    as_json: JsonOpt = False,
+) -> None:
+    """Say what a key of the DeepSpeed JSON means, what it costs, and what sets it."""
+    from dstool.explain import explain as run
+    from dstool.explain import show
+
+    out.as_json = as_json
+    result = run(name, lang)
+    if as_json:
+        out.result("", result)
+    else:
+        out.text(show(result))
+
+
+@app.command()
 def train(
     words: Words = None,
     config: ConfigOpt = None,

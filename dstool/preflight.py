@@ -6,6 +6,7 @@ launcher can start them without it.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +15,12 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from dstool import files, log
-from dstool.config import Config
+from dstool.config import RUN_FILE, Config
 from dstool.data.files import Columns, columns_of, read_rows
 from dstool.data.names import local_files
-from dstool.ds_config import read
+from dstool.ds_config import check as ds_check
+from dstool.ds_config import read, source
+from dstool.ds_config.looks import Circumstances
 from dstool.errors import ConfigError, DataError, DstoolError, EnvironmentUnfit, ModelError
 
 logger = logging.getLogger("dstool.preflight")
@@ -57,10 +60,32 @@ def settle(config: Config) -> read.Reconciled:
             "the run file names no DeepSpeed JSON",
             hint="dstool init-config writes one, deepspeed: ds_config.json names it",
         )
-    if isinstance(config.deepspeed, dict):
-        return read.reconcile(config.deepspeed, config.train.arguments(), json_name="deepspeed:")
-    given = read.read(Path(config.deepspeed))
-    return read.reconcile(given, config.train.arguments(), json_name=config.deepspeed)
+    train = config.train.arguments()
+    inline = isinstance(config.deepspeed, dict)
+    name = "deepspeed:" if inline else str(config.deepspeed)
+    text = source.of_value(config.deepspeed) if inline else source.parse(read.text_of(Path(name)))
+    found = ds_check.check(text, circumstances(config))
+    error = ds_check.refusal(found, json_name=name, run_name=RUN_FILE, places=not inline)
+    if error is not None:
+        raise error
+    given = config.deepspeed if isinstance(config.deepspeed, dict) else text.value
+    return read.reconcile(given, train, json_name=name)
+
+
+def circumstances(config: Config, *, world_size: int | None = None) -> Circumstances:
+    """What the DeepSpeed JSON of a run is checked against, the machine left out."""
+    return Circumstances(config.train.arguments(), world_size, _model_config(config))
+
+
+def _model_config(config: Config) -> dict[str, Any] | None:
+    """The config.json of the model, where it is on this machine."""
+    if config.model.from_scratch is not None or config.model.name is None:
+        return config.model.from_scratch
+    try:
+        found = json.loads(Path(config.model.name, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None  # `_check_model` says what is wrong with it
+    return found if isinstance(found, dict) else None
 
 
 def check_output(output_dir: Path, *, may_exist: bool = False) -> None:

@@ -19,9 +19,17 @@ LAYERS = (
     (
         "dstool.config",
         "dstool.ds_config",
+        "dstool.ds_config.keys",
+        "dstool.ds_config.glossary",
         "dstool.ds_config.build",
+        "dstool.ds_config.source",
         "dstool.ds_config.read",
+        "dstool.ds_config.looks",
+        "dstool.ds_config.rules",
+        "dstool.ds_config.run_rules",
+        "dstool.ds_config.check",
         "dstool.launch",
+        "dstool.machine",
         "dstool.console",
     ),
     (
@@ -36,7 +44,15 @@ LAYERS = (
         "dstool.checkpoint.writer",
         "dstool.models",
     ),
-    ("dstool.init_config", "dstool.train", "dstool.consolidate", "dstool.merge", "dstool.infer"),
+    (
+        "dstool.init_config",
+        "dstool.explain",
+        "dstool.check",
+        "dstool.train",
+        "dstool.consolidate",
+        "dstool.merge",
+        "dstool.infer",
+    ),
     ("dstool.cli", "dstool.__main__"),
 )
 ORDER = [name for layer in LAYERS for name in layer]
@@ -48,6 +64,8 @@ LIGHT = {*LAYERS[0], *LAYERS[1], *LAYERS[4]} | {
     "dstool.data.names",
     "dstool.preflight",
     "dstool.init_config",
+    "dstool.explain",
+    "dstool.check",
 }
 HEAVY = {"torch", "deepspeed", "transformers", "datasets"}
 FOR_THE_COMMAND_LINE = {"typer", "rich"}
@@ -180,10 +198,19 @@ def test_the_check_lets_pass(module, source):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["init-config", "--stage", "3", "--offload", "nvme"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["init-config", "--stage", "3", "--offload", "nvme"],
+        ["explain", "stage"],
+        ["check"],
+    ],
     ids=" ".join,
 )
 def test_a_light_command_imports_nothing_heavy(arguments, tmp_path):
+    if arguments == ["check"]:
+        (tmp_path / "ds.json").write_text("{}")
+        (tmp_path / "dstool.yaml").write_text("train: {max_steps: 3}\ndeepspeed: ds.json\n")
     argv = [sys.executable, "-X", "importtime", "-m", "dstool", *arguments]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]

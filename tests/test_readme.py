@@ -55,6 +55,9 @@ def test_every_block_is_run_by_a_test() -> None:
         ("Your model, your data", "bash"),
         ("Starting the ranks", "bash"),
         ("Offloading", "bash"),
+        ("Checking the JSON", "bash"),
+        ("What a key means", "bash"),
+        ("What a key means", "console"),
         ("Checkpoints to weights", "bash"),
         ("From Python", "python"),
         ("Working on dstool", "bash"),
@@ -113,6 +116,23 @@ def test_starting_the_ranks(line: str, tmp_path: Path, command: Callable[..., An
 def test_offloading(tmp_path: Path, command: Callable[..., Any]) -> None:
     for line in commands("Offloading"):
         assert "written" in shell(line, command, tmp_path).out
+
+
+def test_what_a_key_means(tmp_path: Path, command: Callable[..., Any]) -> None:
+    english, korean = {"LC_ALL": "C.UTF-8"}, "스테이지"
+    for line in commands("What a key means"):
+        assert (korean in command("bash", "-c", line, cwd=tmp_path, env=english).out) == (
+            "ko" in line.split()
+        )
+    line, *shown = commands("What a key means", "console")
+    done = command("bash", "-c", line.removeprefix("$ "), cwd=tmp_path, env=english)
+    assert done.out.splitlines() == shown
+
+
+def test_checking_the_json(tmp_path: Path, command: Callable[..., Any]) -> None:
+    command("dstool", "init-config", cwd=tmp_path)
+    for line in commands("Checking the JSON"):
+        assert shell(line, command, tmp_path).out == "ds_config.json: nothing is wrong\n"
 
 
 def test_checkpoints_to_weights(trained: Path, tmp_path: Path, command: Callable[..., Any]) -> None:

@@ -1,21 +1,16 @@
-"""A DeepSpeed JSON file read strictly, and brought together with the run file before a model is loaded.
-
-DeepSpeed's own loader is hjson, which takes comments (deepspeed 0.19.8 runtime/config.py); Transformers reads
-the same file with `json`, which does not and which keeps the last of two equal keys. Here it is JSON and
-nothing else, and whatever is wrong is said with its line and column.
-"""
+"""A DeepSpeed JSON file read strictly, and brought together with the run file before a model is loaded."""
 
 from __future__ import annotations
 
 import copy
 import difflib
 import json
-import math
 import re
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from dstool.ds_config import source
 from dstool.ds_config.build import AUTO, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from dstool.errors import ConfigError
 
@@ -27,145 +22,42 @@ if TYPE_CHECKING:
 # --- reading ---------------------------------------------------------------------------------------------
 
 
-class _DuplicateKeyError(Exception):
-    """An object gives one key twice; the argument is the key."""
-
-
-class _NotFiniteError(Exception):
-    """A number that JSON cannot hold; the argument is its text."""
-
-
-# What people type that is not JSON, looked for where the parser stopped.
-_FAULTS: Final = (
-    (re.compile(r",\s*([}\]])"), "a comma before {found} is one too many"),
-    (re.compile(r"()(?://|#|/\*)"), 'JSON has no comments; delete it, or make it a key "_comment": "..."'),
-    (re.compile(r"()'"), "strings are written in double quotes"),
-    (re.compile(r"(True|False|None)\b"), "{found} is Python; JSON has true, false and null"),
-    (re.compile(r"()\s*\Z"), "the file ends too early: a closing } or ] is missing"),
-)
-
-_FOUND: Final = re.compile(r'("(?:\\.|[^"\\\n])*"?|[\w.+-]+|.)', re.DOTALL)
-_STRUCTURE: Final = re.compile(r'("(?:\\.|[^"\\])*")(\s*:)?|[{}\[\]]')
-_STRING_OR_NUMBER: Final = re.compile(r'"(?:\\.|[^"\\])*"|[\w.+-]+')
-
-# What `json` says, and the same in words that name the repair. The first that fits counts.
-_WORDS: Final = (
-    ("Expecting ',' delimiter", "expected a comma before {found}"),
-    ("Expecting ':' delimiter", "expected a colon before {found}"),
-    ("Expecting property name", "expected a key in double quotes, found {found}"),
-    ("Expecting value", "expected a value, found {found}"),
-    ("Extra data", "nothing may follow the closing brace, found {found}"),
-    ("Unterminated string", "the string that starts here is never closed"),
-    ("Invalid control character", "a line break or tab inside a string: its closing quote may be missing"),
-    ("Invalid \\escape", "a backslash in a string is written twice"),
-)
-
-
 def read(path: Path) -> dict[str, Any]:
     """The object in the JSON file at `path`. A byte-order mark is skipped.
 
     Raises `ConfigError`, one line `file:line:column: what is wrong`, for anything that is not strict JSON:
     comments, trailing commas, keys given twice, NaN and Infinity, or no object at the top.
     """
-    text = _text(path)
-    try:
-        value = json.loads(
-            text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite_float
-        )
-    except json.JSONDecodeError as error:
-        raise _at(path, text, *_explain(text, error)) from None
-    except _DuplicateKeyError as error:
-        raise _at(path, text, *_explain_duplicate(text, str(error))) from None
-    except _NotFiniteError as error:
-        where = next(m.start() for m in _STRING_OR_NUMBER.finditer(text) if m[0].startswith(str(error)))
-        raise _at(path, text, where, f"{error} is not a number that JSON can hold") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply to be a DeepSpeed configuration") from None
-    except ValueError:  # int() refuses more than 4300 digits
-        raise ConfigError(f"{path}: a number in it has too many digits") from None
-    if not isinstance(value, dict):
-        start = len(text) - len(text.lstrip())
-        raise _at(path, text, start, "the top level must be an object, { ... }")
-    return value
+    parsed = source.parse(text_of(path))
+    for fault in parsed.faults:
+        if fault.rule == "empty":
+            raise ConfigError(f"{path}: {fault.words}", hint="dstool init-config --force")
+        if fault.position is None:
+            raise ConfigError(f"{path}: {fault.words}")
+        if fault.rule != "byte-order-mark":
+            line, column = parsed.line_column(fault.position)
+            raise ConfigError(
+                f"{path}:{line}:{column}: {fault.words}", hint=f"dstool check {path} shows the place"
+            )
+    return dict(parsed.value)
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The text of the file at `path`, its byte-order mark included.
+
+    Raises `ConfigError` where it cannot be read, or is not UTF-8.
+    """
     if path.is_dir():
         raise ConfigError(f"{path}: a folder, not a JSON file", hint="name the .json file inside it")
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        return path.read_bytes().decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file", hint="dstool init-config") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path}: not UTF-8 text (byte {error.start})", hint=f"save {path.name} as UTF-8"
-        ) from None
-    if not text.strip():
-        raise ConfigError(f"{path}: the file is empty", hint="dstool init-config --force")
-    return text
-
-
-def _at(path: Path, text: str, position: int, words: str) -> ConfigError:
-    line, column = _line(text, position), position - text.rfind("\n", 0, position)
-    return ConfigError(f"{path}:{line}:{column}: {words}", hint=f"correct line {line} of {path.name}")
-
-
-def _line(text: str, position: int) -> int:
-    return text.count("\n", 0, position) + 1
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise _DuplicateKeyError(key)
-        result[key] = value
-    return result
-
-
-def _refuse_constant(text: str) -> float:
-    raise _NotFiniteError(text)
-
-
-def _finite_float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise _NotFiniteError(text)
-    return value
-
-
-def _explain(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
-    """Where a syntax error is and what it is, the same for every Python from 3.10 to 3.13.
-
-    From 3.13 on a trailing comma has a message of its own, at the comma; before, the closing brace is blamed.
-    """
-    position, before = error.pos, text[: error.pos].rstrip()
-    if text[position : position + 1] in ("}", "]") and before.endswith(","):
-        position = len(before) - 1
-    elif position == len(text):
-        position = len(before)
-    said = next((words for start, words in _WORDS if error.msg.startswith(start)), error.msg)
-    for pattern, words in (*_FAULTS, (_FOUND, said)):
-        if match := pattern.match(text, position):
-            return position, words.replace("{found}", match[1][:40])
-    return position, error.msg
-
-
-def _explain_duplicate(text: str, key: str) -> tuple[int, str]:
-    """Where `key` comes the second time. Up to there the text is known to be well formed."""
-    scopes: list[dict[str, int]] = []
-    for token in _STRUCTURE.finditer(text):
-        if token[0] in "{[":
-            scopes.append({})
-        elif token[0] in "}]":
-            scopes.pop()
-        elif token[2] and json.loads(token[1]) == key:
-            first = scopes[-1].setdefault(key, token.start())
-            if first != token.start():
-                return token.start(), f"{token[1]} is given twice, first on line {_line(text, first)}"
-    raise AssertionError(f"{key!r} is no duplicate")  # the parser has just seen both
+    except ValueError as error:  # also a name that no file can have
+        where = f"byte {error.start}" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise ConfigError(f"{path}: not UTF-8 text ({where})", hint=f"save {path.name} as UTF-8") from None
 
 
 # --- bringing together -----------------------------------------------------------------------------------
@@ -318,6 +210,15 @@ class Reconciled:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with the value at a path of the JSON, in `words`."""
+
+    rule: str
+    path: tuple[str, ...]
+    words: str
+
+
 @dataclass
 class _Work:
     """One reconciliation under way: the two copies that change, and what was found."""
@@ -326,8 +227,12 @@ class _Work:
     train: dict[str, Any]
     json_name: str
     notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     mismatches: dict[str, str] = field(default_factory=dict)  # by the key to set to "auto"
+
+    def wrong(self, rule: str, path: str, words: str) -> None:
+        """Note a problem of the value at the dotted `path`."""
+        self.problems.append(Problem(rule, tuple(path.split(".")), words))
 
     def get(self, path: str) -> Any:
         """The value at the dotted `path`, None where there is none."""
@@ -355,6 +260,20 @@ def reconcile(
 
     Raises one `ConfigError` that lists everything in which the two disagree or the JSON is wrong.
     """
+    work = _worked(ds, train, json_name)
+    if work.problems or work.mismatches:
+        raise _refusal(work, run_name)
+    return Reconciled(work.ds, work.train, tuple(work.notes))
+
+
+def problems(ds: Mapping[str, Any], train: Mapping[str, Any]) -> tuple[Problem, ...]:
+    """Everything for which `reconcile` refuses the two; a value that differs has the rule "mismatch"."""
+    work = _worked(ds, train, "the JSON")
+    differ = [Problem("mismatch", tuple(key.split(".")), words) for key, words in work.mismatches.items()]
+    return (*work.problems, *differ)
+
+
+def _worked(ds: Mapping[str, Any], train: Mapping[str, Any], json_name: str) -> _Work:
     work = _Work(copy.deepcopy(dict(ds)), copy.deepcopy(dict(train)), json_name)
     for step in (
         _check_shapes,
@@ -368,9 +287,7 @@ def reconcile(
         _check_silent_winners,
     ):
         step(work)
-    if work.problems or work.mismatches:
-        raise _refusal(work, run_name)
-    return Reconciled(work.ds, work.train, tuple(work.notes))
+    return work
 
 
 def check_batch(ds: Mapping[str, Any], world_size: int, train: Mapping[str, Any]) -> None:
@@ -411,7 +328,7 @@ def _literal(ds: Mapping[str, Any], key: str, otherwise: int) -> int:
 
 
 def _refusal(work: _Work, run_name: str) -> ConfigError:
-    parts = [f"{work.json_name}: {'; '.join(work.problems)}"] if work.problems else []
+    parts = [f"{work.json_name}: {'; '.join(each.words for each in work.problems)}"] if work.problems else []
     hint = f"correct {work.json_name}, or write a new one: dstool init-config --force"
     if work.mismatches:
         parts.append(f"{work.json_name} and {run_name} disagree: {'; '.join(work.mismatches.values())}")
@@ -432,24 +349,26 @@ def _check_shapes(work: _Work) -> None:
             continue
         value = holder.pop(name)
         if value is not None:
-            work.problems.append(f"{path} is {_show(value)}, an object {{ ... }} is expected")
+            work.wrong("wrong-type", path, f"{path} is {_show(value)}, an object {{ ... }} is expected")
 
 
 def _check_names(work: _Work) -> None:
     """Unknown names at the top level, which DeepSpeed ignores, and removed ones, which it refuses."""
     for key in [key for key in work.ds if not key.startswith(("_", "//"))]:
         if key in REMOVED_KEYS:
-            work.problems.append(f"{key} is gone from DeepSpeed, delete it")
+            work.problems.append(Problem("removed-key", (key,), f"{key} is gone from DeepSpeed, delete it"))
         elif key in TOP_LEVEL_KEYS:
             continue
         elif _INSIDE_ZERO.match(key):
-            work.problems.append(f"{key} belongs inside zero_optimization")
+            work.problems.append(Problem("wrong-block", (key,), f"{key} belongs inside zero_optimization"))
         else:
             close = difflib.get_close_matches(key, TOP_LEVEL_KEYS, 1, cutoff=0.7)
-            work.problems.append(f"{key} is no DeepSpeed key{f', did you mean {close[0]}?' if close else ''}")
+            words = f"{key} is no DeepSpeed key{f', did you mean {close[0]}?' if close else ''}"
+            work.problems.append(Problem("unknown-key", (key,), words))
     for key in REMOVED_ZERO_KEYS:
         if key in work.ds.get("zero_optimization", {}):
-            work.problems.append(f"zero_optimization.{key} is gone from DeepSpeed, delete it")
+            path = f"zero_optimization.{key}"
+            work.wrong("removed-key", path, f"{path} is gone from DeepSpeed, delete it")
     if "bfloat16" in work.ds:
         # accelerate adds a bf16 block that is off, and then DeepSpeed never looks at the old name.
         work.ds.setdefault("bf16", work.ds.pop("bfloat16"))
@@ -468,7 +387,8 @@ def _settle_zero(work: _Work) -> None:
         work.notes.append('zero_optimization.stage "auto" means stage 2')
     elif isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         zero["stage"] = 3  # the stage that allows everything, so that one mistake is one problem
-        work.problems.append(f"zero_optimization.stage is {_show(stage)}, it must be 0, 1, 2 or 3")
+        words = f"zero_optimization.stage is {_show(stage)}, it must be 0, 1, 2 or 3"
+        work.wrong("wrong-value", "zero_optimization.stage", words)
     if "aio" in zero:
         work.ds["aio"] = {**zero.pop("aio"), **work.ds.get("aio", {})}
         work.notes.append("aio was moved out of zero_optimization to the top level, where DeepSpeed reads it")
@@ -487,9 +407,11 @@ def _check_offload(work: _Work) -> None:
             continue
         lowest = 3 if name == "offload_param" or device == "nvme" else 1
         if stage < lowest:
-            work.problems.append(f"{where}.device {device} needs stage {lowest}, the stage is {stage}")
+            words = f"{where}.device {device} needs stage {lowest}, the stage is {stage}"
+            work.wrong("offload-stage", f"{where}.device", words)
         if device == "nvme" and work.get(f"{where}.nvme_path") in (None, AUTO, ""):
-            work.problems.append(f"{where}.device nvme needs {where}.nvme_path, a folder")
+            words = f"{where}.device nvme needs {where}.nvme_path, a folder"
+            work.wrong("nvme-without-path", f"{where}.device", words)
 
 
 def _fill_missing(work: _Work) -> None:
@@ -515,13 +437,15 @@ def _check_types(work: _Work) -> None:
     """Literals of the wrong kind, such as "true" in quotes or a warm-up of 0 steps, which 0.19.6 refuses."""
     betas = work.get("optimizer.params.betas")
     if betas not in (None, AUTO) and not (isinstance(betas, list) and len(betas) == 2):
-        work.problems.append(f'optimizer.params.betas is {_show(betas)}, two numbers or "auto" are expected')
+        words = f'optimizer.params.betas is {_show(betas)}, two numbers or "auto" are expected'
+        work.wrong("wrong-type", "optimizer.params.betas", words)
         del work.ds["optimizer"]["params"]["betas"]
     kinds: dict[str, _Kind] = {"train_batch_size": "count", **{pair.key: pair.kind for pair in _PAIRS}}
     for key, kind in kinds.items():
         value = work.get(key)
         if value not in (None, AUTO) and not _is(kind, value):
-            work.problems.append(f'{key} is {_show(value)}, {_EXPECTED[kind]} or "auto" is expected')
+            words = f'{key} is {_show(value)}, {_EXPECTED[kind]} or "auto" is expected'
+            work.wrong("wrong-type", key, words)
 
 
 def _is(kind: _Kind, value: Any) -> bool:
@@ -583,7 +507,7 @@ def _check_precision(work: _Work) -> None:
     """At most one 16-bit type is on (runtime/config.py asserts it), whichever file turns it on."""
     on = [name for name in ("fp16", "bf16") if work.get(f"{name}.enabled") is True]
     if len(on) == 2:
-        work.problems.append("fp16.enabled and bf16.enabled are both true, keep one")
+        work.wrong("both-precisions", "bf16.enabled", "fp16.enabled and bf16.enabled are both true, keep one")
     elif on:
         other = "bf16" if on == ["fp16"] else "fp16"
         if work.get(f"{other}.enabled") in (None, AUTO) and work.train.get(other):
@@ -599,12 +523,15 @@ def _check_silent_winners(work: _Work) -> None:
     """
     train = work.train
     if "scheduler" in work.ds and train.get("lr_scheduler_type") is not None:
-        work.problems.append(
+        work.wrong(
+            "silent-winner",
+            "scheduler",
             f"the scheduler block ({work.get('scheduler.type')}) would silently replace "
-            f"train.lr_scheduler_type {train['lr_scheduler_type']}, delete one of the two"
+            f"train.lr_scheduler_type {train['lr_scheduler_type']}, delete one of the two",
         )
     name, optim = work.get("optimizer.type"), train.get("optim")
     if "optimizer" in work.ds and optim is not None and not str(optim).startswith(str(name).lower()):
-        work.problems.append(
+        words = (
             f"the optimizer block ({name}) would silently replace train.optim {optim}, delete one of the two"
         )
+        work.wrong("silent-winner", "optimizer", words)

@@ -1,0 +1,120 @@
+"""What the rules about a DeepSpeed JSON look at, what they find, and the edits that they propose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dstool.ds_config.build import AUTO
+from dstool.ds_config.source import Edit, Source
+
+Severity = Literal["error", "warning"]
+FolderState = Literal["fine", "no folder", "unwritable", "in memory"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What matters of this machine. `folders` tells of each nvme_path."""
+
+    gpu: bool = True
+    compiler: bool = True
+    libaio: bool = True
+    built: frozenset[str] = frozenset()
+    folders: Mapping[str, FolderState] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What the JSON is checked against; None is not known, and what needs it is not looked at.
+
+    `train` are the arguments that the run file gives, `model_config` is the model's config.json.
+    """
+
+    train: Mapping[str, Any] | None = None
+    world_size: int | None = None
+    model_config: Mapping[str, Any] | None = None
+    machine: Machine | None = None
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A finding before it has its place: the path, what is wrong, what happens, the mend and its edits."""
+
+    rule: str
+    at: tuple[str, ...]
+    problem: str
+    consequence: str
+    mend: str
+    edits: tuple[Edit, ...] = ()
+    severity: Severity = "error"
+
+
+@dataclass(frozen=True)
+class Look:
+    """The JSON under check."""
+
+    ds: Mapping[str, Any]
+    source: Source
+    around: Circumstances
+
+    def get(self, *path: str) -> Any:
+        """The value at `path`, None where there is none."""
+        node: Any = self.ds
+        for name in path:
+            node = node.get(name) if isinstance(node, dict) else None
+        return node
+
+    def has(self, *path: str) -> bool:
+        """Whether the key is there, whatever its value."""
+        holder = self.get(*path[:-1]) if len(path) > 1 else self.ds
+        return isinstance(holder, dict) and path[-1] in holder
+
+    @property
+    def stage(self) -> int | None:
+        """The ZeRO stage that a Trainer would use; None where the value is no stage."""
+        value = self.get("zero_optimization", "stage")
+        if value is None or value == AUTO:
+            return 0 if value is None else 2
+        return value if type(value) is int and value in (0, 1, 2, 3) else None
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer is off the device."""
+        return self.get("zero_optimization", "offload_optimizer", "device") in ("cpu", "nvme")
+
+
+Rule = Callable[[Look], Iterator[Raw]]
+
+
+def delete(look: Look, path: tuple[str, ...]) -> tuple[Edit, ...]:
+    """The edits that take the entry at `path` out."""
+    return (look.source.deletion(path),) if path in look.source.places else ()
+
+
+def replace(look: Look, path: tuple[str, ...], value: Any) -> tuple[Edit, ...]:
+    """The edits that put `value` at `path`."""
+    return (look.source.replacement(path, value),) if path in look.source.places else ()
+
+
+def add(look: Look, block: tuple[str, ...], **values: Any) -> tuple[Edit, ...]:
+    """The edits that add `values` to the object at `block`."""
+    texts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
+    return (look.source.addition(block, *texts),) if texts and block in look.source.places else ()
+
+
+def show(value: Any) -> str:
+    """`value` as JSON has it, cut where it is long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def first(*given: Any) -> Any:
+    """The first of the values that is one."""
+    return next((value for value in given if value not in (None, AUTO)), None)
+
+
+def count(value: Any) -> bool:
+    """Whether `value` is a whole number above 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

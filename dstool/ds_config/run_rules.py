@@ -1,0 +1,425 @@
+"""What is wrong with a DeepSpeed JSON for a run: contradictions, batch, optimizer, scheduler, machine.
+
+The rules are those of deepspeed 0.19.8 (runtime/engine.py, runtime/lr_schedules.py, runtime/zero).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import Final
+
+from dstool.ds_config import keys, read
+from dstool.ds_config.build import AUTO
+from dstool.ds_config.looks import Look, Raw, Rule, add, count, first, replace, show
+from dstool.ds_config.source import Edit
+from dstool.errors import ConfigError
+
+# --- contradictions ----------------------------------------------------------------------------------------
+
+
+def scattered(look: Look) -> Iterator[Raw]:
+    """Settings that reduce_scatter, which is on unless it is turned off, does not go with."""
+    if look.stage not in (2, 3) or look.get("zero_optimization", "reduce_scatter") is False:
+        return
+    mend = "set zero_optimization.reduce_scatter to false, or delete the key"
+    if look.get("prescale_gradients") is True:
+        words = "prescale_gradients does not go with reduce_scatter"
+        yield Raw("contradiction", ("prescale_gradients",), words, _ASSERTS, mend)
+    factor = look.get("gradient_predivide_factor")
+    if isinstance(factor, int | float) and factor != 1:
+        words = f"gradient_predivide_factor {show(factor)} does not go with reduce_scatter"
+        yield Raw("contradiction", ("gradient_predivide_factor",), words, _ASSERTS, mend)
+    if look.stage == 3 and str(look.get("optimizer", "type")).lower() == "muon":
+        words = "Muon at stage 3 does not go with reduce_scatter"
+        mend = "set zero_optimization.reduce_scatter to false, or use stage 2"
+        yield Raw("contradiction", ("optimizer", "type"), words, _ASSERTS, mend)
+
+
+_ASSERTS: Final = "DeepSpeed stops after the model has loaded"
+
+
+def summed(look: Look) -> Iterator[Raw]:
+    """Gradients that are summed, which stage 3 cannot."""
+    if look.stage == 3 and str(look.get("gradient_allreduce_op")).lower() == "sum":
+        words = "gradient_allreduce_op sum does not go with stage 3"
+        yield Raw("contradiction", ("gradient_allreduce_op",), words, _ASSERTS, 'set it to "mean"')
+
+
+def comm_dtype(look: Look) -> Iterator[Raw]:
+    """Stage 1 with bf16 communication and accumulation."""
+    steps = first(look.get("gradient_accumulation_steps"), (look.around.train or {}).get(_STEPS))
+    dtype = str(look.get("communication_data_type")).lower()
+    if look.stage == 1 and dtype == "bf16" and isinstance(steps, int) and steps > 1:
+        words = f"communication_data_type bf16 at stage 1 with {steps} accumulation steps"
+        told = "the backward pass can stop on a dtype that does not match"
+        path = ("communication_data_type",)
+        yield Raw("contradiction", path, words, told, "delete it, or use stage 2", (), "warning")
+
+
+# --- the batch ---------------------------------------------------------------------------------------------
+
+_TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+def left_out(look: Look) -> Iterator[Raw]:
+    """Keys that Trainer fills in only where they are there."""
+    if look.get("gradient_clipping") is None:
+        words = "gradient_clipping is left out"
+        told = "DeepSpeed clips at 1.0 from 0.19.3 on and not at all before, whatever max_grad_norm says"
+        yield _left_out(look, words, told, "gradient_clipping")
+    if look.get(_TOTAL) is None and look.get(_MICRO) is None:
+        words = f"{_TOTAL} and {_MICRO} are left out"
+        told = "a Trainer stops: one of them needs to be provided (dstool train fills them in)"
+        yield _left_out(look, words, told, _TOTAL, _MICRO, _STEPS)
+    elif look.get(_STEPS) is None and look.get(_TOTAL) is not None:
+        told = "the batch is wrong as soon as the run accumulates (dstool train fills it in)"
+        yield _left_out(look, f"{_STEPS} is left out", told, _STEPS)
+
+
+def _left_out(look: Look, words: str, told: str, *names: str) -> Raw:
+    missing = [name for name in names if not look.has(name)]
+    edits = add(look, (), **dict.fromkeys(missing, AUTO))
+    for name in names:
+        edits += replace(look, (name,), AUTO) if look.has(name) and look.get(name) is None else ()
+    mend = "add " + ", ".join(f'"{name}": "auto"' for name in names)
+    return Raw("left-out", (), words, told, mend, edits, "warning")
+
+
+def batch(look: Look) -> Iterator[Raw]:
+    """train_batch_size is micro batch * accumulation * ranks."""
+    total, train = look.get(_TOTAL), look.around.train
+    given = (total, look.get(_MICRO), look.get(_STEPS))
+    if not count(total) or any(value not in (None, AUTO) and not count(value) for value in given):
+        return
+    arguments = dict(train or {})
+    micro = first(given[1], arguments.get("per_device_train_batch_size"), None if train is None else 8)
+    steps = first(given[2], arguments.get(_STEPS), None if train is None and given[2] == AUTO else 1)
+    told = "DeepSpeed stops after the model has loaded"
+    mend = f'set {_TOTAL} to "auto"'
+    if look.around.world_size is None:
+        if count(micro) and count(steps) and total % (micro * steps):
+            words = f"{_TOTAL} is {total}, no multiple of {_MICRO} {micro} * {_STEPS} {steps}"
+            yield Raw("batch", (_TOTAL,), words, told, mend)
+        else:
+            words = f"{_TOTAL} is pinned to {total}, which fits one number of ranks only"
+            told = "with another number of ranks DeepSpeed stops after the model has loaded"
+            yield Raw("pinned", (_TOTAL,), words, told, mend, (), "warning")
+        return
+    if not count(micro) or not count(steps):
+        if total % look.around.world_size:
+            words = f"{_TOTAL} is {total}, which {look.around.world_size} ranks cannot share"
+            yield Raw("batch", (_TOTAL,), words, told, mend)
+        return
+    try:
+        read.check_batch({_TOTAL: total, _MICRO: micro, _STEPS: steps}, look.around.world_size, {})
+    except ConfigError as error:
+        yield Raw("batch", (_TOTAL,), error.message, told, str(error.hint))
+
+
+# --- the optimizer -----------------------------------------------------------------------------------------
+
+_OWN: Final = ("adam", "adamw", "adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "musgd")
+_TORCH: Final = ("Adadelta", "Adafactor", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+_CANNOT: Final = ("LBFGS", "SparseAdam")
+_GONE: Final = ("onebitadam", "zerooneadam", "onebitlamb")
+_MEANT: Final = MappingProxyType(
+    {
+        "fusedadam": "AdamW",
+        "cpuadam": "AdamW",
+        "deepspeedcpuadam": "AdamW",
+        "fusedlamb": "Lamb",
+        "fusedlion": "Lion",
+        "adamw8bit": "AdamW",
+        "adamw_hf": "AdamW",
+        "adamw_torch": "AdamW",
+        "adamw_torch_fused": "AdamW",
+        "adamw_apex_fused": "AdamW",
+        "lion_32bit": "Lion",
+    }
+)
+_ALIASES: Final = MappingProxyType(
+    {
+        "learning_rate": "lr",
+        "adam_epsilon": "eps",
+        "epsilon": "eps",
+        "wd": "weight_decay",
+        "adam_beta1": "betas",
+        "adam_beta2": "betas",
+        "beta1": "betas",
+        "beta2": "betas",
+    }
+)
+_TYPE: Final = ("optimizer", "type")
+
+
+def optimizer(look: Look) -> Iterator[Raw]:
+    """The name of the optimizer."""
+    block = look.get("optimizer")
+    if not isinstance(block, dict):
+        return
+    name = block.get("type")
+    told = "DeepSpeed stops after the model has loaded"
+    if name is None:
+        yield Raw("no-type", ("optimizer",), "the optimizer has no type", told, 'add "type": "AdamW"')
+    elif not isinstance(name, str) or name.lower() in _OWN:
+        return
+    elif name in _CANNOT:
+        yield Raw("optimizer", _TYPE, f"{name} does not train with DeepSpeed", told, 'write "AdamW"')
+    elif name.lower() in _GONE:
+        words = f"{name} is gone from DeepSpeed, 0.19.6 is the last that has it"
+        yield Raw("optimizer", _TYPE, words, told, 'write "AdamW", or pip install deepspeed==0.19.6')
+    elif name not in _TORCH:
+        known = {each.lower(): each for each in (*_TORCH, *keys.optimizers())}
+        close = difflib.get_close_matches(name.lower(), known, 1, cutoff=0.6)
+        meant = _MEANT.get(name.lower()) or (known[close[0]] if close else None)
+        words = f"{name} is no optimizer of DeepSpeed" + (f", did you mean {meant}?" if meant else "")
+        yield Raw("optimizer", _TYPE, words, told, f'write "{meant or "AdamW"}"')
+
+
+def untested(look: Look) -> Iterator[Raw]:
+    """An optimizer that ZeRO takes only when it is told to."""
+    name = look.get(*_TYPE)
+    asks = isinstance(name, str) and (name in _TORCH or name.lower() == "lamb")
+    if asks and look.stage in (1, 2, 3) and look.get("zero_allow_untested_optimizer") is not True:
+        words = f"{name} is untested with ZeRO, which has to be allowed"
+        mend = 'add "zero_allow_untested_optimizer": true'
+        yield Raw("untested-optimizer", _TYPE, words, "DeepSpeed stops after the model has loaded", mend)
+
+
+def optimizer_params(look: Look) -> Iterator[Raw]:
+    """Parameters that the named optimizer does not take."""
+    name, params = look.get(*_TYPE), look.get("optimizer", "params")
+    known = {**{each.lower(): each for each in keys.optimizers()}, **_MEANT}
+    if not isinstance(name, str) or not isinstance(params, dict) or name.lower() not in known:
+        return
+    tables = keys.optimizers()[known[name.lower()]]
+    takes = tables.offloaded if look.offloads else tables.takes
+    for given in [given for given in params if given not in takes]:
+        path = ("optimizer", "params", given)
+        told = "DeepSpeed stops after the model has loaded: unexpected keyword argument"
+        if given == "max_grad_norm":
+            words, mend = "max_grad_norm is no parameter of an optimizer", "use gradient_clipping"
+            yield Raw("optimizer-param", path, words, told, mend)
+            continue
+        alias = _ALIASES.get(given)
+        where = " off the device" if look.offloads and given in tables.takes else ""
+        words = f"{known[name.lower()]}{where} takes no {given}"
+        yield _wrong_param(look, Raw("optimizer-param", path, words, told, "delete it"), takes, alias)
+
+
+def _wrong_param(look: Look, raw: Raw, takes: frozenset[str], alias: str | None) -> Raw:
+    """A parameter that is not taken, renamed where its name can only mean one that is."""
+    *block, given = raw.at
+    close = difflib.get_close_matches(given, sorted(takes), 1, cutoff=0.7)
+    meant = alias if alias in takes else (close[0] if close else None)
+    if meant is None:
+        return raw
+    problem = f"{raw.problem}, did you mean {meant}?"
+    if meant == "betas":
+        return dataclasses.replace(raw, problem=problem, mend='write "betas": [0.9, 0.999]')
+    edits: tuple[Edit, ...] = ()
+    if meant == alias and not look.has(*block, meant) and raw.at in look.source.places:
+        edits = (look.source.renaming(raw.at, meant),)
+    return dataclasses.replace(raw, problem=problem, mend=f"call it {meant}", edits=edits)
+
+
+# --- the scheduler -----------------------------------------------------------------------------------------
+
+_TRAINERS: Final = MappingProxyType(
+    {
+        "linear": "WarmupDecayLR",
+        "cosine": "WarmupCosineLR",
+        "constant": None,
+        "constant_with_warmup": "WarmupLR",
+        "polynomial": None,
+        "inverse_sqrt": None,
+    }
+)
+_TORCH_SCHEDULERS: Final = frozenset(
+    (
+        "ConstantLR",
+        "CosineAnnealingLR",
+        "CosineAnnealingWarmRestarts",
+        "CyclicLR",
+        "ExponentialLR",
+        "LambdaLR",
+        "LinearLR",
+        "MultiStepLR",
+        "MultiplicativeLR",
+        "OneCycleLR",
+        "PolynomialLR",
+        "ReduceLROnPlateau",
+        "SequentialLR",
+        "StepLR",
+    )
+)
+_SCHEDULER_ALIASES: Final = MappingProxyType(
+    {
+        "warmup_steps": "warmup_num_steps",
+        "num_warmup_steps": "warmup_num_steps",
+        "max_steps": "total_num_steps",
+        "total_steps": "total_num_steps",
+        "num_training_steps": "total_num_steps",
+    }
+)
+
+
+def scheduler(look: Look) -> Iterator[Raw]:
+    """The name of the scheduler."""
+    block = look.get("scheduler")
+    if not isinstance(block, dict):
+        return
+    name, path = block.get("type"), ("scheduler", "type")
+    told = "DeepSpeed stops after the model has loaded"
+    if name is None:
+        yield Raw("no-type", ("scheduler",), "the scheduler has no type", told, 'add "type": "WarmupLR"')
+    elif not isinstance(name, str) or name in keys.schedulers():
+        return
+    elif name in _TORCH_SCHEDULERS:
+        words = f"{name} is a scheduler of torch, which DeepSpeed cannot build above stage 0"
+        mend = "delete the scheduler block and set train.lr_scheduler_type in the run file"
+        yield Raw("scheduler", path, words, told, mend)
+    elif name in _TRAINERS:
+        words = f"{name} is a scheduler of Trainer, not of DeepSpeed"
+        mend = f"delete the block and set train.lr_scheduler_type {name}"
+        mend += f', or write "{_TRAINERS[name]}"' if _TRAINERS[name] else ""
+        yield Raw("scheduler", path, words, told, mend)
+    else:
+        known = {each.lower(): each for each in keys.schedulers()}
+        close = difflib.get_close_matches(name.lower(), known, 1, cutoff=0.6)
+        guess = f", did you mean {known[close[0]]}?" if close else ""
+        words = f"{name} is no scheduler of DeepSpeed{guess}"
+        edits = replace(look, path, known[name.lower()]) if name.lower() in known else ()
+        mend = f'write "{known[close[0]]}"' if close else f"write one of {', '.join(known.values())}"
+        yield Raw("scheduler", path, words, told, mend, edits)
+
+
+def scheduler_params(look: Look) -> Iterator[Raw]:
+    """Parameters that the named scheduler does not take, and those that it needs."""
+    name, params = look.get("scheduler", "type"), look.get("scheduler", "params")
+    if not isinstance(name, str) or name not in keys.schedulers():
+        return
+    table, given = keys.schedulers()[name], params if isinstance(params, dict) else {}
+    told = "DeepSpeed stops after the model has loaded"
+    for each in [each for each in given if each not in table.takes]:
+        path = ("scheduler", "params", each)
+        alias = _SCHEDULER_ALIASES.get(each)
+        raw = Raw("scheduler-param", path, f"{name} takes no {each}", told, "delete it")
+        yield _wrong_param(look, raw, table.takes, alias)
+    for each in sorted(each for each in table.needs if given.get(each) is None):
+        block = ("scheduler", "params") if isinstance(params, dict) else ("scheduler",)
+        fills = keys.keys()[f"scheduler.params.{each}"].auto == "trainer"
+        if any(_SCHEDULER_ALIASES.get(name) == each for name in given):
+            continue
+        edits = _filled(look, each) if fills else ()
+        mend = f'add "{each}": {chr(34) + AUTO + chr(34) if fills else "a number"}'
+        yield Raw("scheduler-needs", block, f"{name} needs {each}", told, mend, edits)
+
+
+def _filled(look: Look, name: str) -> tuple[Edit, ...]:
+    """ "auto" for a parameter of the scheduler that is left out or null."""
+    path = ("scheduler", "params", name)
+    if look.has(*path):
+        return replace(look, path, AUTO)
+    if look.has("scheduler", "params"):
+        return add(look, path[:-1], **{name: AUTO})
+    return add(look, ("scheduler",), params={name: AUTO})
+
+
+def scheduler_steps(look: Look) -> Iterator[Raw]:
+    """A pinned total, and steps at the beginning in which nothing is learnt."""
+    total, train = look.get("scheduler", "params", "total_num_steps"), look.around.train
+    path = ("scheduler", "params", "total_num_steps")
+    if count(total) and train is not None and not train.get("max_steps"):
+        words = f"total_num_steps is pinned to {total}"
+        told = "Trainer refuses it unless the run has exactly as many steps"
+        yield Raw("pinned", path, words, told, 'set it to "auto"', (), "warning")
+    warms = str(look.get("scheduler", "type")).startswith("Warmup")
+    steps = look.get("scheduler", "params", "warmup_num_steps")
+    if train is not None and warms and steps in (None, AUTO) and not train.get("warmup_steps"):
+        words = "the scheduler warms up, and the run file gives no train.warmup_steps"
+        told = "the first two optimizer steps have a learning rate of 0"
+        mend = "set train.warmup_steps, or delete the scheduler block"
+        yield Raw("no-warmup", ("scheduler",), words, told, mend, (), "warning")
+
+
+# --- the machine -------------------------------------------------------------------------------------------
+
+
+def nvme_folder(look: Look) -> Iterator[Raw]:
+    """The folder that is offloaded to."""
+    machine = look.around.machine
+    for block in ("offload_optimizer", "offload_param"):
+        path = ("zero_optimization", block, "nvme_path")
+        folder = look.get(*path)
+        if machine is None or look.get(*path[:-1], "device") != "nvme" or not isinstance(folder, str):
+            continue
+        state = machine.folders.get(folder, "fine")
+        mend = "name a folder on a local NVMe disk"
+        if state in ("no folder", "unwritable"):
+            said = "is no folder" if state == "no folder" else "cannot be written"
+            told = "DeepSpeed stops when it first writes there"
+            yield Raw("nvme-path", path, f"{folder} {said}", told, mend)
+        elif state == "in memory":
+            told = "what is offloaded stays in the memory that it was to leave"
+            yield Raw("nvme-path", path, f"{folder} is on a file system in memory", told, mend, (), "warning")
+
+
+def compiled(look: Look) -> Iterator[Raw]:
+    """What DeepSpeed compiles for offloading."""
+    machine = look.around.machine
+    if machine is None or look.stage in (None, 0):
+        return
+    where = [
+        ("zero_optimization", block, "device")
+        for block in ("offload_optimizer", "offload_param")
+        if look.get("zero_optimization", block, "device") in ("cpu", "nvme")
+    ]
+    nvme = [path for path in where if look.get(*path) == "nvme" and look.stage == 3]
+    if nvme and not machine.libaio and "async_io" not in machine.built:
+        told = "DeepSpeed cannot compile async_io, and the run stops"
+        mend = "apt-get install libaio-dev (Debian, Ubuntu) or dnf install libaio-devel"
+        yield Raw("no-libaio", nvme[0], "this machine lacks libaio's headers", told, mend, (), "warning")
+    op = "cpu_adam" if look.offloads else "async_io"
+    if where and (look.offloads or nvme) and not machine.compiler and op not in machine.built:
+        told = f"DeepSpeed cannot compile {op}, and the run stops"
+        mend = "apt-get install g++ python3-dev (Debian, Ubuntu), or set CXX to a C++ compiler"
+        yield Raw("no-compiler", where[0], "this machine lacks a C++ compiler", told, mend, (), "warning")
+
+
+def precision(look: Look) -> Iterator[Raw]:
+    """A type that this machine does not train in."""
+    machine, train = look.around.machine, look.around.train or {}
+    if machine is None or machine.gpu:
+        return
+    enabled = look.get("fp16", "enabled")
+    if enabled is True or (enabled == AUTO and train.get("fp16") is True):
+        told = "the run stops: fp16 is not supported on the CPU"
+        path = ("fp16", "enabled")
+        yield Raw("precision", path, "this machine has no GPU", told, "use bf16 or fp32", (), "warning")
+    name = str(look.get(*_TYPE)).lower()
+    if name == "lamb" or (name == "lion" and not look.offloads):
+        told = "the run stops: This op had not been implemented on CPU backend"
+        words = f"{look.get(*_TYPE)} needs a GPU, and this machine has none"
+        yield Raw("precision", _TYPE, words, told, 'write "AdamW"', (), "warning")
+
+
+RULES: Final[tuple[Rule, ...]] = (
+    scattered,
+    summed,
+    comm_dtype,
+    left_out,
+    batch,
+    optimizer,
+    untested,
+    optimizer_params,
+    scheduler,
+    scheduler_params,
+    scheduler_steps,
+    nvme_folder,
+    compiled,
+    precision,
+)

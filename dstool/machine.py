@@ -1,0 +1,81 @@
+"""What a DeepSpeed run needs of this machine, found out without torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from dstool import launch
+from dstool.ds_config.looks import FolderState, Machine
+
+_DEVICES: Final = ("nvidia[0-9]*", "kfd", "dri/renderD*", "accel/accel*", "davinci[0-9]*")
+_IN_MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs")
+
+
+def look(ds: Mapping[str, Any]) -> Machine:
+    """This machine, with the folders that `ds` offloads to."""
+    ops = ("async_io", "cpu_adam")
+    folders = {folder: state(Path(folder)) for folder in _nvme_paths(ds)}
+    if not any((ds.get("zero_optimization") or {}, folders)):
+        return Machine(has_gpu())
+    built = frozenset(op for op in ops if launch.is_built(op))
+    return Machine(has_gpu(), has_compiler(), has_libaio(), built, folders)
+
+
+def has_gpu() -> bool:
+    """Whether there is a device that torch may train on; a device file says so."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return False
+    return any(True for pattern in _DEVICES for _ in Path("/dev").glob(pattern))
+
+
+def has_compiler() -> bool:
+    """Whether the C++ compiler is there that torch builds DeepSpeed's ops with."""
+    return shutil.which(os.environ.get("CXX") or "c++") is not None
+
+
+def has_libaio() -> bool:
+    """Whether libaio's header lies where a compiler looks."""
+    given = [os.environ.get(name, "") for name in ("CPATH", "CPLUS_INCLUDE_PATH", "C_INCLUDE_PATH")]
+    named = [folder for each in given for folder in each.split(os.pathsep) if folder]
+    usual = ["/usr/include", "/usr/local/include", f"{sys.prefix}/include"]
+    return any(Path(folder, "libaio.h").is_file() for folder in (*named, *usual))
+
+
+def state(folder: Path) -> FolderState:
+    """Whether `folder` can be written to, or made, and is not in memory."""
+    try:
+        path = folder.expanduser().absolute()
+        there = next(each for each in (path, *path.parents) if each.exists())
+        if not there.is_dir():
+            return "no folder"
+        if not os.access(there, os.W_OK | os.X_OK):
+            return "unwritable"
+        mounts = Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+        return "in memory" if _type_of(there.resolve(), mounts) in _IN_MEMORY else "fine"
+    except (OSError, ValueError, RuntimeError):  # no /proc; a name that no folder can have
+        return "fine" if "\0" not in str(folder) else "no folder"
+
+
+def _type_of(path: Path, mounts: Iterable[str]) -> str:
+    """The file system of `path`: that of the longest mount point above it."""
+    found, depth = "", -1
+    for line in mounts:
+        _, point, kind, *_ = line.split(" ")
+        mount = Path(point.replace("\\040", " "))
+        if path.is_relative_to(mount) and len(mount.parts) >= depth:
+            found, depth = kind, len(mount.parts)
+    return found
+
+
+def _nvme_paths(ds: Mapping[str, Any]) -> set[str]:
+    zero = ds.get("zero_optimization")
+    blocks = (
+        [zero.get(name) for name in ("offload_optimizer", "offload_param")] if isinstance(zero, dict) else []
+    )
+    paths = [block.get("nvme_path") for block in blocks if isinstance(block, dict)]
+    return {path for path in paths if isinstance(path, str)}
