@@ -70,7 +70,9 @@ class Console:
             os.close(saved)
 
     def _print(self, text: str) -> None:
-        print(text, flush=True)
+        # A terminal of another encoding shows what it cannot write as an escape, which JSON reads back.
+        encoding = sys.stdout.encoding or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 class StepProgress:

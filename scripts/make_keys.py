@@ -302,7 +302,18 @@ def asked_keys() -> Iterator[tuple[str, dict[str, Any]]]:
         if path:
             yield path, {"type": "object", "unknown": PLAIN_BLOCKS[path]}
         for name, default in block.noted.items():
-            yield f"{path}.{name}".lstrip("."), {"type": json_type(default), "default": plain(default)}
+            entry = {"type": json_type(default), "default": plain(default)}
+            yield f"{path}.{name}".lstrip("."), entry | ({"auto": "deepspeed"} if default == "auto" else {})
+
+
+def expert_keys() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The types of expert_parallel, whose values DeepSpeed keeps in a dataclass."""
+    from deepspeed.module_inject.auto_ep_presets.base import AutoEPConfig
+
+    for name, annotation in typing.get_type_hints(AutoEPConfig).items():
+        choices = next(filter(None, map(choices_of, union(annotation))), None)
+        if not name.startswith("_"):
+            yield f"expert_parallel.{name}", {"type": annotated_type(annotation), "choices": choices}
 
 
 # --- pydantic ------------------------------------------------------------------------------------------
@@ -538,6 +549,7 @@ def keys() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     everything: tuple[tuple[str, dict[str, Any]], ...] = (
         *asked_keys(),
+        *expert_keys(),
         *(item for path, model in models().items() for item in model_keys(path, model)),
         *BY_HAND.items(),
         *(

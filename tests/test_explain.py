@@ -183,6 +183,13 @@ def test_the_option_beats_the_locale() -> None:
     assert command("stage", "--lang", "ko").stdout != command("stage").stdout
 
 
+def test_a_terminal_that_cannot_write_korean_is_no_traceback() -> None:
+    done = command("stage", "--json", LC_ALL="ko_KR.UTF-8", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["meaning"].startswith("랭크끼리")
+    assert "\\ub7ad" in command("stage", "--lang", "ko", PYTHONIOENCODING="ascii").stdout
+
+
 def test_a_block_names_what_is_inside() -> None:
     names = "block_size, intra_op_parallelism, overlap_events, queue_depth, single_submit, use_gds"
     assert f"  inside  {names}\n" in command("aio").stdout
