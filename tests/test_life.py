@@ -50,10 +50,11 @@ def test_from_an_empty_folder_to_an_answer(
         (tmp_path / "dstool").symlink_to(Path(package.__file__).parent, target_is_directory=True)
 
     command("dstool", "init-config", "--stage", str(stage), "--offload", offload, cwd=tmp_path)
-    before = set(SHARED_MEMORY.iterdir())
-    trained = command(*WAYS[way](), cwd=tmp_path, timeout=580)
-    left = {path.name for path in set(SHARED_MEMORY.iterdir()) - before}
-    assert not any("deepspeed_allreduce_buffer" in name for name in left)
+    argv = WAYS[way]()
+    trained = command(*argv, cwd=tmp_path, timeout=580)
+    if "--master_port" in argv:
+        port = argv[argv.index("--master_port") + 1]
+        assert not list(SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
     assert "training on the CPU over gloo, 2 ranks" in trained.err
     assert "[transformers]" not in trained.err, "noise of a library"
     assert "Trained" in trained.out
