@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -65,6 +66,16 @@ def run(
     assert process.returncode == code, f"{' '.join(argv)} ended with {process.returncode}:\n{out}\n{err}"
     assert "Traceback" not in err, err
     return Done(process.returncode, out, err)
+
+
+@pytest.fixture(autouse=True)
+def log_is_put_back() -> Iterator[None]:
+    """A command that ran in this process has set up the log for it alone."""
+    logger = logging.getLogger("dstool")
+    before = (logger.handlers[:], logger.propagate, logger.level)
+    yield
+    logger.handlers[:], logger.propagate = before[:2]
+    logger.setLevel(before[2])
 
 
 @pytest.fixture(scope="session", autouse=True)
