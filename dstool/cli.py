@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typer.core import TyperGroup
 
 from dstool import __version__, launch, log
 from dstool.console import Console, StepProgress
+from dstool.ds_config.options import OptimizerName, SchedulerName
 from dstool.errors import ConfigError, DstoolError, InputError, RankFailed
 
 out = Console()
@@ -125,48 +127,139 @@ ShardOpt = Annotated[str | None, typer.Option(help="The largest file written, fo
 # --- the commands ----------------------------------------------------------------------------------
 
 
+Device = Literal["none", "cpu", "nvme"]
+FILES, OPTIMISING, NUMBERS = "The files", "Optimizer and scheduler", "Numbers, else the run file's"
+
+
 @app.command("init-config")
 def init_config(
-    stage: Annotated[int, typer.Option(min=0, max=3, help="The ZeRO stage.")] = 2,
+    preset: Annotated[
+        str | None, typer.Option(help="A ready set of options, over which the others go: see configs/.")
+    ] = None,
+    stage: Annotated[int | None, typer.Option(min=0, max=3, help="The ZeRO stage. Default: 2.")] = None,
     offload: Annotated[
-        Literal["none", "cpu", "nvme"], typer.Option(help="Where optimizer and, at stage 3, parameters go.")
-    ] = "none",
-    nvme_path: Annotated[str | None, typer.Option(help="The folder on the NVMe.")] = None,
+        Device | None,
+        typer.Option(help="Where optimizer and, at stage 3, parameters go. Default: none."),
+    ] = None,
+    offload_optimizer: Annotated[
+        Device | None, typer.Option(help="Where the optimizer goes. Default: --offload.")
+    ] = None,
+    offload_param: Annotated[
+        Device | None, typer.Option(help="Where the parameters go. Default: --offload.")
+    ] = None,
+    nvme_path: Annotated[
+        str | None, typer.Option(help="The folder on the NVMe. Default: /local_nvme.")
+    ] = None,
     precision: Annotated[
-        Literal["auto", "fp32", "fp16", "bf16"],
-        typer.Option(help="auto: what the run file or the machine says."),
-    ] = "auto",
+        Literal["auto", "fp32", "fp16", "bf16"] | None,
+        typer.Option(help="auto: what the run file or the machine says. Default: auto."),
+    ] = None,
+    activation_checkpointing: Annotated[
+        bool | None,
+        typer.Option(
+            "--activation-checkpointing", help="Compute activations again: train.gradient_checkpointing."
+        ),
+    ] = None,
+    communication_data_type: Annotated[
+        Literal["fp32", "fp16", "bf16"] | None,
+        typer.Option(help="The type in which gradients travel. Default: the run's."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Any other key of the JSON. Can be repeated."),
+    ] = None,
     optimizer: Annotated[
-        Literal["AdamW", "Adam", "Adagrad", "none"], typer.Option(help="none: Trainer's own, by train.optim.")
-    ] = "AdamW",
+        OptimizerName | None,
+        typer.Option(help="none: Trainer's own, by train.optim. Default: AdamW.", rich_help_panel=OPTIMISING),
+    ] = None,
     scheduler: Annotated[
-        Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "none"],
-        typer.Option(help="none: Trainer's own, by train.lr_scheduler_type."),
-    ] = "WarmupLR",
-    model: Annotated[str | None, typer.Option(help="The model: a folder or hub name.")] = None,
+        SchedulerName | None,
+        typer.Option(
+            help="none: Trainer's own, by train.lr_scheduler_type. Default: WarmupLR.",
+            rich_help_panel=OPTIMISING,
+        ),
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="The learning rate.", rich_help_panel=NUMBERS)] = None,
+    warmup: Annotated[
+        float | None,
+        typer.Option(
+            help="Steps until the full rate; below 1 a share of all steps.", rich_help_panel=NUMBERS
+        ),
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Rows per rank and step.", rich_help_panel=NUMBERS)
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Rows per update of all ranks; what is not given of the other two follows from it.",
+            rich_help_panel=NUMBERS,
+        ),
+    ] = None,
+    accumulation: Annotated[
+        int | None, typer.Option(help="Steps that accumulate into one update.", rich_help_panel=NUMBERS)
+    ] = None,
+    clip: Annotated[
+        float | None, typer.Option(help="The norm that gradients are clipped to.", rich_help_panel=NUMBERS)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model: a folder or hub name.", rich_help_panel=FILES)
+    ] = None,
     data: Annotated[
-        str | None, typer.Option(help="The training data: a file, folder, glob or hub name.")
+        str | None,
+        typer.Option(help="The training data: a file, folder, glob or hub name.", rich_help_panel=FILES),
     ] = None,
     task: Annotated[
-        Literal["text-classification", "causal-lm"], typer.Option(help="What the model is trained to do.")
-    ] = "text-classification",
+        Literal["text-classification", "causal-lm"] | None,
+        typer.Option(
+            help="What the model is trained to do. Default: text-classification.",
+            rich_help_panel=FILES,
+        ),
+    ] = None,
     output: Annotated[
-        str, typer.Option("--output", "-o", help="The JSON file; - prints it.")
+        str, typer.Option("--output", "-o", help="The JSON file; - prints it.", rich_help_panel=FILES)
     ] = "ds_config.json",
-    force: ForceOpt = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Write over the JSON; with --model, --data or --task over the run file too.",
+            rich_help_panel=FILES,
+        ),
+    ] = False,
     as_json: JsonOpt = False,
 ) -> None:
     """Write ds_config.json and, where there is none, dstool.yaml."""
     from dstool import init_config as verb
-    from dstool.ds_config.build import Options, build, dumps
 
     out.as_json = as_json
-    options = Options(stage, offload, nvme_path, precision, optimizer, scheduler)  # type: ignore[arg-type]
+    options = verb.options_of(
+        preset,
+        settings or (),
+        stage=stage,
+        offload=offload,
+        offload_optimizer=offload_optimizer,
+        offload_param=offload_param,
+        nvme_path=nvme_path,
+        precision=precision,
+        activation_checkpointing=activation_checkpointing,
+        communication_data_type=communication_data_type,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        lr=lr,
+        warmup=warmup,
+        micro_batch=micro_batch,
+        global_batch=global_batch,
+        accumulation=accumulation,
+        clip=clip,
+    )
     if output == "-":
-        out.text(dumps(build(verb.with_nvme_path(options, Path())))[:-1])
+        verb.refuse_files(model=model, data=data, task=task, as_json=as_json, force=force)
+        out.text(verb.json_alone(options)[:-1])
         return
     result = verb.init_config(options, Path(output), model=model, data=data, task=task, force=force)
-    out.result("Initialised", result, next_command="dstool train")
+    other = f" deepspeed={shlex.quote(_typed(Path(output)))}" if result.named else ""
+    out.result("Initialised", result, next_command=f"dstool train{other}")
 
 
 @app.command()

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from dstool import files
-from dstool.config import RUN_FILE, Task, scalar
-from dstool.ds_config.build import Options, build, dumps
+from dstool import files, machine, preflight
+from dstool.config import RUN_FILE, Loaded, Task, load, scalar
+from dstool.ds_config import check as ds_check
+from dstool.ds_config import source
+from dstool.ds_config.build import build, dumps, of_run_file
+from dstool.ds_config.check import Finding
+from dstool.ds_config.looks import Circumstances
+from dstool.ds_config.options import WITHOUT_WARMUP, Options
+from dstool.ds_config.presets import PRESETS
 from dstool.errors import ConfigError
 
 logger = logging.getLogger("dstool.init_config")
@@ -20,11 +30,15 @@ SAMPLE = "sample:reviews_en"
 
 @dataclass(frozen=True)
 class InitResult:
-    """The files that were written, and those that were there and stay as they are."""
+    """The files that were written, and those that were there and stay as they are.
+
+    `named` is the JSON that a run file which stays names in place of the one that was written.
+    """
 
     written: tuple[Path, ...]
     kept: tuple[Path, ...]
     nvme_path: Path | None
+    named: Path | None = None
 
 
 def init_config(
@@ -34,36 +48,180 @@ def init_config(
     run_file: Path = Path(RUN_FILE),
     model: str | None = None,
     data: str | None = None,
-    task: Task = "text-classification",
+    task: Task | None = None,
     force: bool = False,
 ) -> InitResult:
     """Write the DeepSpeed JSON to `output` and, where there is none, a run file that names it.
 
+    `force` writes over the JSON. A run file is people's own work: it is written over only when `model`,
+    `data` or `task` asks for another as well.
+
     Raises:
-        ConfigError: options that contradict each other, or a file that exists.
+        ConfigError: options that contradict each other, the machine or the run file, or a file that exists.
     """
     if output.resolve() == run_file.resolve():
         raise ConfigError(f"{output} is the run file", hint="choose another --output, such as ds_config.json")
     options = with_nvme_path(options, run_file.parent)
-    text = dumps(build(options))
+    text = generate(options)
     files.refuse_existing(output, force=force)
-    keep = run_file.exists() and not force
-    if keep and (model or data):
-        raise ConfigError(
-            f"{run_file} exists, and --model and --data are for a new one", hint="--force overwrites it"
-        )
+    new = any((model, data, task))
+    kept = _kept(run_file, replaced=force and (new or _is_empty(run_file)))
+    if kept is not None:
+        if new:
+            raise ConfigError(
+                f"{run_file} exists, and --model, --data and --task are for a new one",
+                hint="--force overwrites it",
+            )
+        _refuse_other_words(options, kept, run_file)
+    around = preflight.circumstances(kept.config) if kept else Circumstances(_train(options))
+    warnings = _warnings(text, around)
     files.write_text(output, text)
-    if not keep:
+    if kept is None:
         here = os.path.relpath(output, run_file.parent)
+        task = task or "text-classification"
         files.write_text(run_file, run_file_text(here, options, model=model, data=data, task=task))
-    written = (output,) if keep else (output, run_file)
-    nvme = Path(options.nvme_path) if options.nvme_path else None
-    return InitResult(tuple(p.resolve() for p in written), (run_file.resolve(),) if keep else (), nvme)
+    _tell(options, run_file, warnings)
+    return InitResult(
+        written=tuple(path.resolve() for path in ((output,) if kept else (output, run_file))),
+        kept=(run_file.resolve(),) if kept else (),
+        nvme_path=Path(options.nvme_path) if options.nvme_path else None,
+        named=_named_instead(kept, output),
+    )
+
+
+def options_of(preset: str | None, settings: Iterable[str], **given: Any) -> Options:
+    """The options of `preset` with those that are given over them; None is not given.
+
+    Args:
+        preset: a name in `presets`; None starts from the defaults.
+        settings: `key.path=value` words, the value as JSON, or else a text.
+
+    Raises:
+        ConfigError: no such preset, or a word that is none.
+    """
+    if preset is not None and preset not in PRESETS:
+        close = difflib.get_close_matches(preset, PRESETS, 1)
+        raise ConfigError(
+            f"--preset {preset}: not one of {', '.join(PRESETS)}",
+            hint=f"dstool init-config --preset {close[0] if close else 'zero2'}",
+        )
+    base = PRESETS[preset].options if preset else Options()
+    if given["nvme_path"] is None and not {given["stage"], given["offload"]} <= {None, 3, "nvme"}:
+        base = replace(base, nvme_path=None)
+    words = tuple(_setting(word) for word in settings)
+    values = {name: value for name, value in given.items() if value is not None}
+    return replace(base, **values, settings=base.settings + words)
+
+
+def _setting(word: str) -> tuple[str, Any]:
+    path, equals, text = word.partition("=")
+    if not equals or not all(path.split(".")):
+        raise ConfigError(
+            f"--set {word}: not KEY.PATH=VALUE",
+            hint="for example --set zero_optimization.reduce_bucket_size=500000000",
+        )
+    try:
+        return path, json.loads(text)
+    except (ValueError, RecursionError):
+        return path, text
+
+
+def refuse_files(**given: Any) -> None:
+    """Raise `ConfigError` for options that say something of files, where the JSON is only printed."""
+    flags = {"as_json": "--json"}
+    for name, value in given.items():
+        if value:
+            flag = flags.get(name, f"--{name}")
+            raise ConfigError(
+                f"--output - prints the JSON alone, and {flag} is about files",
+                hint=f"leave {flag} out, or name a file: --output ds_config.json",
+            )
+
+
+def generate(options: Options) -> str:
+    """The text of the JSON for `options`, without a look at the machine or a run file.
+
+    Raises:
+        ConfigError: options that contradict each other.
+    """
+    return dumps(build(options))
+
+
+def json_alone(options: Options) -> str:
+    """The text of the JSON, where no file is written.
+
+    Raises:
+        ConfigError: options that contradict each other or the machine.
+    """
+    options = with_nvme_path(options, Path())
+    text = generate(options)
+    _tell(options, Path(RUN_FILE), _warnings(text, Circumstances(_train(options))))
+    return text
+
+
+def _kept(run_file: Path, *, replaced: bool) -> Loaded | None:
+    """The run file that is there and stays."""
+    return load(run_file) if run_file.exists() and not replaced else None
+
+
+def _is_empty(run_file: Path) -> bool:
+    """Whether a run file holds nothing but comments."""
+    try:
+        lines = run_file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError):
+        return False  # `load` says what is wrong with it
+    return all(not line.strip() or line.lstrip().startswith("#") for line in lines)
+
+
+def _named_instead(kept: Loaded | None, output: Path) -> Path | None:
+    """The JSON that the run file names, where that is not the one written."""
+    named = kept.config.deepspeed if kept else None
+    same = not isinstance(named, str) or Path(named).resolve() == output.resolve()
+    return None if same or not isinstance(named, str) else Path(named)
+
+
+_TRAINERS_DEFAULTS = {"warmup_steps": 0, "gradient_checkpointing": False}
+
+
+def _refuse_other_words(options: Options, kept: Loaded, run_file: Path) -> None:
+    """Raise `ConfigError` where the run file that stays would have to say something else."""
+    given = {**_TRAINERS_DEFAULTS, **kept.config.train.arguments()}
+    lacking = [
+        f"train.{name}: {_text(value)}"
+        for name, value in of_run_file(options).items()
+        if given.get(name) != value
+    ]
+    if lacking:
+        raise ConfigError(
+            f"{run_file} stays as it is, and these options need it to say {', '.join(lacking)}",
+            hint=f"write that into {run_file}, and give the command again",
+        )
+
+
+def _warnings(text: str, around: Circumstances) -> list[Finding]:
+    """What `dstool check` warns of; `ConfigError` for what it finds wrong."""
+    parsed = source.parse(text)
+    findings = ds_check.check(parsed, replace(around, machine=machine.look(parsed.value)))
+    errors = [each for each in findings if each.severity == "error"]
+    if errors:
+        raise ConfigError("; ".join(each.problem for each in errors), hint=errors[0].mend)
+    return list(findings)
+
+
+def _tell(options: Options, run_file: Path, warnings: Iterable[Finding]) -> None:
+    """Say what stands in the run file alone, as the JSON cannot say it, and what may go wrong."""
+    for name, value in of_run_file(options).items():
+        logger.info("Trainer's own: %s says train.%s: %s, the JSON nothing", run_file, name, _text(value))
+    if options.optimizer == "FusedAdam":
+        runs = "DeepSpeedCPUAdam, as it is offloaded" if options.optimizer_device != "none" else "FusedAdam"
+        logger.info("FusedAdam: DeepSpeed's name for it is AdamW, and it runs %s", runs)
+    for each in warnings:
+        logger.warning("%s: %s (%s)", each.problem, each.consequence, each.mend)
 
 
 def with_nvme_path(options: Options, folder: Path) -> Options:
     """`options` with a place on the NVMe, where the offload needs one: /local_nvme, or else in `folder`."""
-    if options.offload != "nvme" or options.nvme_path is not None or options.stage < 3:
+    if not options.nvme or options.nvme_path is not None or options.stage < 3:
         return options  # below stage 3 `build` refuses it
     if LOCAL_NVME.is_dir() and os.access(LOCAL_NVME, os.W_OK):
         return replace(options, nvme_path=str(LOCAL_NVME))
@@ -139,22 +297,56 @@ def _data_lines(data: str | None, task: Task) -> list[tuple[str, str]]:
 
 
 def _train_lines(real_model: bool, options: Options) -> list[tuple[str, str]]:
-    own_scheduler = [("  lr_scheduler_type: linear", "the course of the learning rate")]
     return [
         ("train:", "every field of transformers.TrainingArguments, by its name"),
-        ("  output_dir: out", "checkpoints, the final model and the run's settings go here"),
-        ("  num_train_epochs: 1", "passes over the data"),
-        ("  per_device_train_batch_size: 8", "rows per rank and step"),
-        (
-            f"  learning_rate: {'5e-5' if real_model else '1e-3'}",
-            "fills the JSON's `auto` values, like the rest",
+        *(
+            (f"  {name}: {_text(value)}", _TRAIN_COMMENTS[name])
+            for name, value in _train(options, real_model).items()
         ),
-        ("  warmup_steps: 0.1", "steps until the full rate; below 1 it is a share of all steps"),
-        *(own_scheduler if options.scheduler == "none" else []),
-        ("  save_strategy: epoch", "when to write a checkpoint: epoch, steps or no"),
-        (
-            f"  save_first_step: {'false' if real_model else 'true'}",
-            "whether to write one after the first step too",
-        ),
-        ("  save_fp32: false", "whether to leave the fp32 weights as well, in out/fp32"),
     ]
+
+
+_TRAIN_COMMENTS = {
+    "output_dir": "checkpoints, the final model and the run's settings go here",
+    "num_train_epochs": "passes over the data",
+    "per_device_train_batch_size": "rows per rank and step",
+    "learning_rate": "fills the JSON's `auto` values, like the rest",
+    "lr_scheduler_type": "the course of the learning rate",
+    "warmup_steps": "steps until the full rate; below 1 it is a share of all steps",
+    "gradient_checkpointing": "less memory for activations, about a third more time",
+    "save_strategy": "when to write a checkpoint: epoch, steps or no",
+    "save_first_step": "whether to write one after the first step too",
+    "save_fp32": "whether to leave the fp32 weights as well, in out/fp32",
+}
+
+
+def _train(options: Options, real_model: bool = False) -> dict[str, Any]:
+    """The run file's `train:` for `options`: what the JSON has a number for is said there alone."""
+    said = of_run_file(options)
+    own_scheduler = options.scheduler == "none"
+    warms = options.warmup is None and options.scheduler not in WITHOUT_WARMUP
+    values: dict[str, Any] = {
+        "output_dir": "out",
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": 8 if _free_micro_batch(options) else None,
+        "learning_rate": (5e-5 if real_model else 1e-3) if options.lr is None else None,
+        "lr_scheduler_type": "linear" if own_scheduler else None,
+        "warmup_steps": 0.1 if warms else None,
+        "gradient_checkpointing": None,
+        "save_strategy": "epoch",
+        "save_first_step": not real_model,
+        "save_fp32": False,
+    }
+    return {name: value for name, value in {**values, **said}.items() if value is not None}
+
+
+def _free_micro_batch(options: Options) -> bool:
+    """Whether neither the JSON nor the sum of a global batch decides the rows of a step."""
+    return options.micro_batch is None and not (options.global_batch and options.accumulation)
+
+
+def _text(value: Any) -> str:
+    """`value` as YAML has it, a number as people write it."""
+    if isinstance(value, bool | str):
+        return str(value).lower()
+    return f"{value:g}".replace("e-0", "e-")

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,10 +21,16 @@ def look(ds: Mapping[str, Any]) -> Machine:
     """This machine, with the folders that `ds` offloads to."""
     ops = ("async_io", "cpu_adam")
     folders = {folder: state(Path(folder)) for folder in _nvme_paths(ds)}
-    if not any((ds.get("zero_optimization") or {}, folders)):
-        return Machine(has_gpu())
     built = frozenset(op for op in ops if launch.is_built(op))
-    return Machine(has_gpu(), has_compiler(), has_libaio(), built, folders)
+    return Machine(has_gpu(), has_compiler(), has_libaio(), built, folders, _version("deepspeed"))
+
+
+def _version(package: str) -> str:
+    """The version that is installed, found without an import; empty where there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def has_gpu() -> bool:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from dstool import files, log
+from dstool import files, log, machine
 from dstool.config import RUN_FILE, Config
 from dstool.data.files import Columns, columns_of, read_rows
 from dstool.data.names import local_files
@@ -64,7 +65,8 @@ def settle(config: Config) -> read.Reconciled:
     inline = isinstance(config.deepspeed, dict)
     name = "deepspeed:" if inline else str(config.deepspeed)
     text = source.of_value(config.deepspeed) if inline else source.parse(read.text_of(Path(name)))
-    found = ds_check.check(text, circumstances(config))
+    ds = text.value if isinstance(text.value, dict) else {}
+    found = ds_check.check(text, replace(circumstances(config), machine=machine.look(ds)))
     error = ds_check.refusal(found, json_name=name, run_name=RUN_FILE, places=not inline)
     if error is not None:
         raise error

@@ -286,8 +286,8 @@ def _training_arguments(config: Config, settled: read.Reconciled, device: str) -
         ConfigError: Trainer refuses them.
         NoDevice: fp16 without a GPU.
     """
-    ds, arguments = settled.ds, settled.train
-    read.check_batch(ds, launch.world_size(), arguments)
+    ds = settled.ds
+    arguments = _with_batch(settled)
     level = "passive" if log.debug() else "error"
     defaults = {
         "logging_steps": 10,
@@ -316,6 +316,20 @@ def _training_arguments(config: Config, settled: read.Reconciled, device: str) -
             hint="dstool init-config --stage 1 --force",
         )
     return args
+
+
+def _with_batch(settled: read.Reconciled) -> dict[str, Any]:
+    """The Trainer's arguments with the batch for this number of ranks, where the JSON pins the whole."""
+    arguments = read.fit_batch(settled.ds, launch.world_size(), settled.train)
+    if arguments != settled.train:
+        logger.info(
+            "a batch of %d: %d rows * %d steps that accumulate * %d ranks",
+            settled.ds["train_batch_size"],
+            arguments["per_device_train_batch_size"],
+            arguments["gradient_accumulation_steps"],
+            launch.world_size(),
+        )
+    return arguments
 
 
 def _precision_of(args: TrainingArguments) -> str:

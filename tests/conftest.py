@@ -182,7 +182,7 @@ def language_words(write: Callable[..., Path]) -> tuple[str, ...]:
 def train_here(here: Path) -> Callable[..., Any]:
     """`train_here("data.train=a.csv", stage=3)` trains in this process, by the sample's run file."""
     from dstool.config import load
-    from dstool.ds_config.build import Options
+    from dstool.ds_config.options import Options
     from dstool.init_config import init_config
     from dstool.train import train
 

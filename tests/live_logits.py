@@ -11,7 +11,8 @@ import torch
 from transformers import TrainerCallback
 
 from dstool.config import load
-from dstool.ds_config.build import Options, build
+from dstool.ds_config.build import build
+from dstool.ds_config.options import Options
 from dstool.train import train
 
 INPUT_IDS = torch.arange(48).reshape(2, 24) * 5 % 300

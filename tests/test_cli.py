@@ -298,7 +298,7 @@ def test_init_config_shows_what_it_wrote_and_what_comes_next():
 
 
 def test_init_config_shows_what_it_kept():
-    Path("dstool.yaml").write_text("# mine\n")
+    Path("dstool.yaml").write_text("train: {warmup_steps: 1}\n")
     assert "  written    ds_config.json\n  kept       dstool.yaml\n" in succeeds("init-config")
 
 
@@ -310,6 +310,7 @@ def test_init_config_as_json_is_one_object_with_absolute_paths():
         "written": [f"{here}/ds_config.json", f"{here}/dstool.yaml"],
         "kept": [],
         "nvme_path": f"{here}/disk",
+        "named": None,
     }
 
 

@@ -199,7 +199,7 @@ def test_json() -> None:
     found = json.loads(command("gradient_clipping", "--json").stdout)
     assert found["key"] == "gradient_clipping"
     assert (found["default"], found["minimum"], found["auto"]) == (1.0, 0, "trainer")
-    assert found["set_by"] == ["train.max_grad_norm"]
+    assert found["set_by"] == ["--clip", "train.max_grad_norm"]
     assert set(json.loads(command("--json").stdout)["keys"]) == set(keys())
     assert json.loads(command("batch", "--json", "--lang", "ko").stdout)["lang"] == "ko"
 

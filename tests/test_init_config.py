@@ -1,5 +1,6 @@
 """The two files that `init-config` writes."""
 
+import dataclasses
 import itertools
 import os
 from pathlib import Path
@@ -7,12 +8,17 @@ from pathlib import Path
 import pytest
 
 from dstool import init_config as module
-from dstool import preflight
+from dstool import machine, preflight
 from dstool.config import RUN_FILE, load
 from dstool.ds_config import read
-from dstool.ds_config.build import Options, build
+from dstool.ds_config.build import build
+from dstool.ds_config.check import check
+from dstool.ds_config.looks import Circumstances, Machine
+from dstool.ds_config.options import CHOICES, Options
+from dstool.ds_config.presets import PRESETS
+from dstool.ds_config.source import parse
 from dstool.errors import ConfigError
-from dstool.init_config import init_config
+from dstool.init_config import _train, _warnings, generate, init_config, options_of, refuse_files
 
 STAGES, OFFLOADS = (0, 1, 2, 3), ("none", "cpu", "nvme")
 PRECISIONS = ("auto", "fp32", "fp16", "bf16")
@@ -115,29 +121,80 @@ def test_an_existing_json_is_refused_and_everything_stays():
     assert refusal(Options()).message == "ds_config.json exists"
 
 
-def test_force_overwrites_both():
-    for name in ("ds_config.json", RUN_FILE):
-        Path(name).write_text("old")
+MINE = "# mine\ntrain: {output_dir: mine, warmup_steps: 10}\n"
+
+
+def test_force_writes_over_the_json_and_leaves_the_run_file_alone():
+    Path("ds_config.json").write_text("old")
+    Path(RUN_FILE).write_text(MINE)
     result = init_config(Options(), force=True)
-    assert len(result.written) == 2
+    assert (result.written, result.kept) == ((Path.cwd() / "ds_config.json",), (Path.cwd() / RUN_FILE,))
+    assert Path(RUN_FILE).read_text() == MINE
+    assert read.read(Path("ds_config.json")) == build(Options())
+
+
+@pytest.mark.parametrize(
+    ("names", "old"), [({"model": "m"}, MINE), ({"data": "d.csv"}, MINE), ({"task": "causal-lm"}, MINE)]
+)
+def test_force_with_names_writes_a_new_run_file(names, old):
+    Path(RUN_FILE).write_text(old)
+    assert len(init_config(Options(), force=True, **names).written) == 2
     assert preflight.settle(load().config)
 
 
+@pytest.mark.parametrize("empty", ["", "\n", "# nothing yet\n\n"])
+def test_a_run_file_that_holds_nothing_is_written_over_by_force_alone(empty):
+    Path(RUN_FILE).write_text(empty)
+    assert "is empty" in refusal(Options()).message
+    assert len(init_config(Options(), force=True).written) == 2
+
+
 def test_an_existing_run_file_is_kept():
-    Path(RUN_FILE).write_text("# mine\n")
+    Path(RUN_FILE).write_text(MINE)
     result = init_config(Options())
     assert (result.written, result.kept) == (
         (Path.cwd() / "ds_config.json",),
         (Path.cwd() / RUN_FILE,),
     )
-    assert Path(RUN_FILE).read_text() == "# mine\n"
+    assert Path(RUN_FILE).read_text() == MINE
 
 
-@pytest.mark.parametrize("names", [{"model": "m"}, {"data": "d.csv"}], ids=str)
+def test_a_run_file_that_stays_and_names_another_json_is_told_of():
+    Path(RUN_FILE).write_text(f"{MINE}deepspeed: other.json\n")
+    assert init_config(Options(), Path("ds3.json")).named == Path("other.json")
+    assert init_config(Options(), Path("other.json")).named is None
+
+
+@pytest.mark.parametrize("names", [{"model": "m"}, {"data": "d.csv"}, {"task": "causal-lm"}], ids=str)
 def test_names_for_a_run_file_that_exists_are_refused(names):
-    Path(RUN_FILE).write_text("# mine\n")
-    assert "--model and --data are for a new one" in refusal(Options(), **names).message
+    Path(RUN_FILE).write_text(MINE)
+    assert "--model, --data and --task are for a new one" in refusal(Options(), **names).message
     assert not Path("ds_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (Options(scheduler="ConstantLR"), "train.lr_scheduler_type: constant, train.warmup_steps: 0"),
+        (Options(optimizer="none", lr=2e-5), "train.learning_rate: 2e-5"),
+        (Options(warmup=0.2), "train.warmup_steps: 0.2"),
+        (Options(activation_checkpointing=True), "train.gradient_checkpointing: true"),
+    ],
+    ids=str,
+)
+def test_a_run_file_that_stays_must_say_what_the_json_cannot(options, said):
+    Path(RUN_FILE).write_text(MINE)
+    assert said in refusal(options).message
+
+
+def test_a_run_file_that_says_it_already_stays():
+    Path(RUN_FILE).write_text("train: {lr_scheduler_type: cosine, warmup_steps: 5}\n")
+    assert init_config(Options(scheduler="CosineAnnealingLR", warmup=5)).kept
+
+
+def test_a_run_file_that_stays_and_contradicts_a_number_is_refused():
+    Path(RUN_FILE).write_text("train: {learning_rate: 1.0e-3, warmup_steps: 5}\n")
+    assert "optimizer.params.lr is 2e-05 in the JSON" in refusal(Options(lr=2e-5)).message
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -222,10 +279,158 @@ def test_every_optimizer_goes_with_every_scheduler(optimizer, scheduler, model):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"stage": 4}, {"offload": "disk"}, {"precision": "int8"}, {"optimizer": "Lion"}, {"scheduler": "x"}],
+    [{"stage": 4}, {"offload": "disk"}, {"precision": "int8"}, {"optimizer": "Lyon"}, {"scheduler": "x"}],
     ids=str,
 )
 def test_a_value_that_is_no_choice_is_refused_and_nothing_written(changes):
     (name, value), *_ = changes.items()
     assert f"--{name} {value}: not one of" in refusal(Options(**changes)).message
     assert contents() == {}
+
+
+# what is asked for
+
+
+def settled(options: Options, **names):
+    init_config(options, **names)
+    return preflight.settle(load().config)
+
+
+def test_a_number_that_is_given_stands_in_the_json_and_nowhere_else():
+    options = Options(lr=2e-5, warmup=20, micro_batch=4, global_batch=64, clip=0.5)
+    train = settled(options).train
+    assert (train["learning_rate"], train["warmup_steps"]) == (2e-5, 20)
+    assert (train["per_device_train_batch_size"], train["max_grad_norm"]) == (4, 0.5)
+    lines = [line.strip() for line in Path(RUN_FILE).read_text().splitlines()]
+    assert not [line for line in lines if line.startswith(("learning_rate", "warmup_steps", "per_device"))]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (Options(scheduler="ConstantLR"), {"lr_scheduler_type": "constant", "warmup_steps": 0}),
+        (
+            Options(scheduler="ConstantLR", warmup=10),
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10},
+        ),
+        (
+            Options(scheduler="CosineAnnealingLR", warmup=0.1),
+            {"lr_scheduler_type": "cosine", "warmup_steps": 0.1},
+        ),
+        (Options(optimizer="none", lr=1e-4), {"learning_rate": 1e-4}),
+        (Options(warmup=0.3), {"warmup_steps": 0.3}),
+        (Options(activation_checkpointing=True), {"gradient_checkpointing": True}),
+    ],
+    ids=str,
+)
+def test_what_the_json_cannot_say_stands_in_the_run_file(options, expected, caplog):
+    caplog.set_level("INFO", "dstool")
+    train = settled(options).train
+    assert expected.items() <= train.items()
+    for name in expected:
+        assert f"dstool.yaml says train.{name}: " in caplog.text
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_global_batch_is_the_same_on_any_number_of_ranks(ranks):
+    both = settled(Options(global_batch=64, micro_batch=4))
+    fitted = read.fit_batch(both.ds, ranks, both.train)
+    assert fitted["gradient_accumulation_steps"] * 4 * ranks == 64
+
+
+def test_a_global_batch_with_accumulation_decides_the_rows_of_a_step():
+    both = settled(Options(global_batch=64, accumulation=8))
+    assert read.fit_batch(both.ds, 2, both.train)["per_device_train_batch_size"] == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["gradient_cliping=1"], "did you mean gradient_clipping?"),
+        (["zero_optimization.stage=5"], "zero_optimization.stage is 5"),
+        (["zero_optimization.overlap_com=true"], "did you mean overlap_comm?"),
+        (["fp16.enabled=true", "bf16.enabled=true"], "both true"),
+        (["train_micro_batch_size_per_gpu=x"], "a whole number above 0"),
+        (["amp.enabled=true"], "amp is gone from DeepSpeed"),
+        (["gradient_clipping"], "--set gradient_clipping: not KEY.PATH=VALUE"),
+        (["=1"], "not KEY.PATH=VALUE"),
+        (["zero_optimization..stage=1"], "not KEY.PATH=VALUE"),
+    ],
+    ids=str,
+)
+def test_set_is_checked_like_any_file(words, said):
+    with pytest.raises(ConfigError) as caught:
+        init_config(chosen(settings=words))
+    assert said in caught.value.message
+    assert caught.value.hint
+    assert contents() == {}
+
+
+def chosen(preset=None, settings=(), **given) -> Options:
+    names = [field.name for field in dataclasses.fields(Options) if field.name != "settings"]
+    return options_of(preset, settings, **{**dict.fromkeys(names), **given})
+
+
+def test_set_takes_values_as_json_has_them():
+    words = ["comms_logger.enabled=true", "zero_optimization.reduce_bucket_size=5", "wandb.project=내 것"]
+    init_config(chosen(settings=words))
+    ds = read.read(Path("ds_config.json"))
+    assert ds["comms_logger"] == {"enabled": True}
+    assert ds["zero_optimization"]["reduce_bucket_size"] == 5
+    assert ds["wandb"] == {"project": "내 것"}
+
+
+def test_c28_c32_no_combination_that_is_written_has_a_finding(monkeypatch):
+    """On a machine that has everything, whatever is not refused is clean."""
+    fit = Machine(gpu=True, compiler=True, libaio=True)
+    monkeypatch.setattr(machine, "look", lambda ds: fit)
+    optimizers, schedulers = CHOICES["optimizer"], CHOICES["scheduler"]
+    seen = set()
+    for stage, device, optimizer, scheduler in itertools.product(STAGES, OFFLOADS, optimizers, schedulers):
+        path = "/nvme" if device == "nvme" else None
+        options = Options(stage, device, path, "auto", optimizer, scheduler, offload_param=None)
+        try:
+            text = generate(options)
+            _warnings(text, Circumstances(_train(options)))
+        except ConfigError:
+            continue
+        found = check(parse(text), Circumstances(_train(options), machine=fit))
+        assert found == (), (options, found)
+        seen.add((stage, device, optimizer, scheduler))
+    assert len(seen) > 300
+    assert {optimizer for _, _, optimizer, _ in seen} == set(optimizers) - {"OneBitAdam"}
+    assert {scheduler for *_, scheduler in seen} == set(schedulers)
+
+
+def test_c32_what_this_machine_cannot_run_is_refused():
+    for options in (Options(optimizer="Lion"), Options(optimizer="Lamb", precision="fp16")):
+        if not machine.has_gpu():
+            assert "needs a GPU" in refusal(options).message
+    assert "0.19.6 is the last that has it" in refusal(Options(optimizer="OneBitAdam")).message
+
+
+# presets
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_written_and_read_back(name, tmp_path):
+    init_config(chosen(name, nvme_path=str(tmp_path) if name == "zero3-nvme" else None))
+    assert preflight.settle(load().config).ds["zero_optimization"]["stage"] == PRESETS[name].options.stage
+
+
+def test_options_go_over_a_preset():
+    options = chosen("zero3-nvme", offload="cpu", stage=3, lr=1e-5)
+    assert (options.stage, options.offload, options.nvme_path, options.lr) == (3, "cpu", None, 1e-5)
+    assert chosen("zero3-nvme", nvme_path="/x").nvme_path == "/x"
+
+
+def test_a_preset_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="--preset zero4: not one of ddp, ") as caught:
+        chosen("zero4")
+    assert caught.value.hint.startswith("dstool init-config --preset zero")
+
+
+def test_printing_the_json_takes_no_option_about_files():
+    with pytest.raises(ConfigError, match="--output - prints the JSON alone, and --model"):
+        refuse_files(model="m", data=None, task=None, as_json=False, force=False)
+    refuse_files(model=None, data=None, task=None, as_json=False, force=False)

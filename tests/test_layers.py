@@ -21,6 +21,8 @@ LAYERS = (
         "dstool.ds_config",
         "dstool.ds_config.keys",
         "dstool.ds_config.glossary",
+        "dstool.ds_config.options",
+        "dstool.ds_config.presets",
         "dstool.ds_config.build",
         "dstool.ds_config.source",
         "dstool.ds_config.read",

@@ -1,52 +1,23 @@
 """Options to a DeepSpeed configuration that Trainer can fill in and every supported DeepSpeed accepts.
 
-Whatever Trainer owns is "auto" (transformers 5.24 integrations/deepspeed.py, `trainer_config_process` and
-`trainer_config_finalize`), so that it is said once, in the run file. The rest are the values that DeepSpeed
-and Transformers publish. Rules are those of deepspeed 0.18 to 0.19.8.
+What Trainer owns and no option gives is "auto" (transformers 5.24 integrations/deepspeed.py,
+`trainer_config_process` and `trainer_config_finalize`). The rest are the values that DeepSpeed and
+Transformers publish. Rules are those of deepspeed 0.18 to 0.19.8.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final
 
+from dstool.ds_config.options import Options, Precision, refuse
 from dstool.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Stage = Literal[0, 1, 2, 3]
-Offload = Literal["none", "cpu", "nvme"]
-Precision = Literal["auto", "fp32", "fp16", "bf16"]
-OptimizerName = Literal["AdamW", "Adam", "Adagrad", "none"]
-SchedulerName = Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "none"]
-
 AUTO: Final = "auto"
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `dstool init-config` asks; the defaults fit one machine whose GPUs hold the model."""
-
-    stage: Stage = 2
-    offload: Offload = "none"
-    nvme_path: str | None = None
-    precision: Precision = "auto"
-    optimizer: OptimizerName = "AdamW"
-    scheduler: SchedulerName = "WarmupLR"
-
-
-_CHOICES: Final = MappingProxyType(
-    {
-        "stage": get_args(Stage),
-        "offload": get_args(Offload),
-        "precision": get_args(Precision),
-        "optimizer": get_args(OptimizerName),
-        "scheduler": get_args(SchedulerName),
-    }
-)
 
 # deepspeed 0.19.8 runtime/precision_config.py: every key of dynamic loss scaling, at its default.
 _LOSS_SCALING: Final = MappingProxyType(
@@ -60,17 +31,38 @@ _LOSS_SCALING: Final = MappingProxyType(
 )
 
 # What the class behind each name takes (runtime/engine.py `_configure_basic_optimizer`). "Adam" is AdamW
-# unless adam_w_mode says otherwise; Adagrad has no betas.
+# unless adam_w_mode says otherwise; Adagrad and SGD have no betas, SGD and Lion no eps. Trainer would fill
+# Lion's betas with Adam's. OneBitAdam is gone from 0.19.8; its freeze_step is that of DeepSpeed's tutorial.
 OPTIMIZER_PARAMS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "AdamW": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO},
         "Adam": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO, "adam_w_mode": False},
+        "SGD": {"lr": AUTO, "momentum": 0.9, "weight_decay": AUTO},
+        "Lamb": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO},
+        "OneBitAdam": {
+            "lr": AUTO,
+            "betas": AUTO,
+            "eps": AUTO,
+            "weight_decay": AUTO,
+            "freeze_step": 400,
+            "cuda_aware": False,
+            "comm_backend_name": "nccl",
+        },
+        "Lion": {"lr": AUTO, "betas": [0.9, 0.99], "weight_decay": AUTO},
         "Adagrad": {"lr": AUTO, "eps": AUTO, "weight_decay": AUTO},
+        "Muon": {"lr": AUTO, "momentum": 0.95, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO},
     }
 )
 
+# Names that people know, and what DeepSpeed has to be given for them: its FusedAdam is AdamW.
+_MEANT: Final = MappingProxyType({"FusedAdam": "AdamW"})
+
+# runtime/zero/utils.py: ZeRO takes these only when it is told to.
+UNTESTED: Final = ("SGD", "Lamb")
+
 # runtime/lr_schedules.py: WarmupDecayLR and WarmupCosineLR must be told the total; WarmupCosineLR counts in
-# ratios of the optimizer's lr and refuses warmup_min_lr and warmup_max_lr.
+# ratios of the optimizer's lr and refuses warmup_min_lr and warmup_max_lr. The numbers of OneCycle and
+# LRRangeTest are those of DeepSpeed's tutorials, around the learning rate.
 SCHEDULER_PARAMS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "WarmupLR": {"warmup_min_lr": AUTO, "warmup_max_lr": AUTO, "warmup_num_steps": AUTO},
@@ -81,6 +73,29 @@ SCHEDULER_PARAMS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "total_num_steps": AUTO,
         },
         "WarmupCosineLR": {"warmup_num_steps": AUTO, "total_num_steps": AUTO},
+        "OneCycle": {
+            "cycle_min_lr": 1e-5,
+            "cycle_max_lr": 1e-4,
+            "cycle_first_step_size": 1000,
+            "decay_step_size": 1000,
+            "decay_lr_rate": 0.001,
+            "cycle_momentum": False,
+        },
+        "LRRangeTest": {
+            "lr_range_test_min_lr": 1e-5,
+            "lr_range_test_step_size": 200,
+            "lr_range_test_step_rate": 5,
+            "lr_range_test_staircase": False,
+        },
+    }
+)
+
+# Schedulers of torch, which DeepSpeed cannot build on its own optimizers: Trainer's own that has the shape,
+# without a warm-up and with one (transformers 5.24 optimization.py).
+TRAINERS_SCHEDULERS: Final = MappingProxyType(
+    {
+        "ConstantLR": ("constant", "constant_with_warmup"),
+        "CosineAnnealingLR": ("cosine", "cosine"),
     }
 )
 
@@ -106,6 +121,7 @@ _ZERO_KEYS: Final[Mapping[int, Mapping[str, Any]]] = MappingProxyType(
         },
         3: {
             "overlap_comm": True,
+            "reduce_scatter": True,
             "contiguous_gradients": True,
             "sub_group_size": 1_000_000_000,
             "reduce_bucket_size": AUTO,
@@ -118,6 +134,7 @@ _ZERO_KEYS: Final[Mapping[int, Mapping[str, Any]]] = MappingProxyType(
     }
 )
 
+_CPU: Final = MappingProxyType({"device": "cpu", "pin_memory": True})
 _NVME_OPTIMIZER: Final = MappingProxyType({"pin_memory": True, "buffer_count": 4, "fast_init": False})
 _NVME_PARAM: Final = MappingProxyType(
     {"pin_memory": True, "buffer_count": 5, "buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000}
@@ -135,33 +152,41 @@ _AIO: Final = MappingProxyType(
     }
 )
 
-_RUN: Final = MappingProxyType(
-    {
-        "gradient_accumulation_steps": AUTO,
-        "gradient_clipping": AUTO,
-        "steps_per_print": 2000,
-        "train_batch_size": AUTO,
-        "train_micro_batch_size_per_gpu": AUTO,
-        "wall_clock_breakdown": False,
-    }
-)
-
 
 def build(options: Options) -> dict[str, Any]:
     """The DeepSpeed configuration for `options`, in the order in which people are used to read one.
 
     Raises `ConfigError` for a value that is no choice and for options that contradict each other.
     """
-    _refuse_unknown(options)
-    _refuse_contradictions(options)
-    return {
+    refuse(options)
+    config = {
         **_precision(options.precision),
-        **_block("optimizer", options.optimizer, OPTIMIZER_PARAMS),
-        **_block("scheduler", options.scheduler, SCHEDULER_PARAMS),
-        "zero_optimization": {"stage": options.stage, **_offload(options), **_ZERO_KEYS[options.stage]},
-        **({"aio": dict(_AIO)} if options.offload == "nvme" else {}),
-        **_RUN,
+        **_optimizer(options),
+        **_scheduler(options),
+        "zero_optimization": {"stage": options.stage, **_offload(options), **_zero_keys(options)},
+        **({"aio": dict(_AIO)} if options.nvme else {}),
+        **_allowances(options),
+        **_run(options),
     }
+    for path, value in options.settings:
+        _put(config, path, value)
+    return config
+
+
+def of_run_file(options: Options) -> dict[str, Any]:
+    """What the JSON cannot say, as fields of the run file's `train:`, under Trainer's names."""
+    said: dict[str, Any] = {}
+    if options.lr is not None and options.optimizer == "none":
+        said["learning_rate"] = options.lr
+    if options.scheduler in TRAINERS_SCHEDULERS:
+        plain, warmed = TRAINERS_SCHEDULERS[options.scheduler]
+        said["lr_scheduler_type"] = warmed if options.warmup else plain
+        said["warmup_steps"] = options.warmup or 0
+    elif options.warmup is not None and not _warmup_in_json(options):
+        said["warmup_steps"] = options.warmup
+    if options.activation_checkpointing:
+        said["gradient_checkpointing"] = True
+    return said
 
 
 def dumps(config: Mapping[str, Any]) -> str:
@@ -170,41 +195,6 @@ def dumps(config: Mapping[str, Any]) -> str:
     Raises `ValueError` for an infinite number, such as the steps_per_print that accelerate fills in.
     """
     return json.dumps(config, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-
-
-def _refuse_unknown(options: Options) -> None:
-    for field in fields(options):
-        value, choices = getattr(options, field.name), _CHOICES.get(field.name)
-        if choices is not None and value not in choices:
-            raise ConfigError(
-                f"--{field.name} {value}: not one of {', '.join(map(str, choices))}",
-                hint=f"dstool init-config --{field.name} {field.default}",
-            )
-
-
-def _refuse_contradictions(options: Options) -> None:
-    """What DeepSpeed itself takes without a word and then leaves undone, or dies of long after."""
-    stage, offload = options.stage, options.offload
-    if offload == "nvme" and stage < 3:
-        raise ConfigError(
-            f"--offload nvme needs --stage 3: at stage {stage} nothing would go to NVMe",
-            hint="dstool init-config --stage 3 --offload nvme",
-        )
-    if offload == "cpu" and stage == 0:
-        raise ConfigError(
-            "--offload cpu needs --stage 1, 2 or 3: stage 0 partitions nothing, so nothing is offloaded",
-            hint="dstool init-config --stage 2 --offload cpu",
-        )
-    if offload == "nvme" and not options.nvme_path:
-        raise ConfigError(
-            "--offload nvme needs --nvme-path, a folder on a local NVMe disk",
-            hint="dstool init-config --stage 3 --offload nvme --nvme-path /local_nvme",
-        )
-    if offload != "nvme" and options.nvme_path:
-        raise ConfigError(
-            f"--nvme-path {options.nvme_path} means nothing with --offload {offload}",
-            hint=f"dstool init-config --stage 3 --offload nvme --nvme-path {options.nvme_path}",
-        )
 
 
 def _precision(precision: Precision) -> dict[str, Any]:
@@ -221,27 +211,99 @@ def _precision(precision: Precision) -> dict[str, Any]:
     return blocks[precision]
 
 
-def _block(key: str, name: str, params: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The block for optimizer or scheduler `name`; nothing for "none", then Trainer makes its own.
+def _optimizer(options: Options) -> dict[str, Any]:
+    """The optimizer's block; nothing for "none", then Trainer makes its own.
 
-    Either goes with either: a DeepSpeed scheduler drives Trainer's optimizer and the reverse (transformers
-    5.24 integrations/deepspeed.py `deepspeed_optim_sched`; run on the CPU at stages 0 to 3).
+    Any optimizer goes with any scheduler, whichever of the two is Trainer's own (transformers 5.24
+    integrations/deepspeed.py `deepspeed_optim_sched`).
     """
-    return {} if name == "none" else {key: {"type": name, "params": dict(params[name])}}
+    if options.optimizer == "none":
+        return {}
+    name = _MEANT.get(options.optimizer, options.optimizer)
+    given = {} if options.lr is None else {"lr": options.lr}
+    return {"optimizer": {"type": name, "params": {**OPTIMIZER_PARAMS[name], **given}}}
+
+
+def _scheduler(options: Options) -> dict[str, Any]:
+    """The scheduler's block; nothing for those that are Trainer's own."""
+    name, lr = options.scheduler, options.lr
+    if name not in SCHEDULER_PARAMS:
+        return {}
+    params = dict(SCHEDULER_PARAMS[name])
+    if _warmup_in_json(options):
+        params["warmup_num_steps"] = int(options.warmup or 0)
+    if name == "OneCycle" and lr is not None:
+        params |= {"cycle_min_lr": lr / 10, "cycle_max_lr": lr}
+    if name == "LRRangeTest" and lr is not None:
+        params["lr_range_test_min_lr"] = lr
+    return {"scheduler": {"type": name, "params": params}}
+
+
+def _warmup_in_json(options: Options) -> bool:
+    """The JSON counts warm-up in steps, and refuses none at all; a share of the run only Trainer knows."""
+    takes = "warmup_num_steps" in SCHEDULER_PARAMS.get(options.scheduler, {})
+    return takes and options.warmup is not None and options.warmup >= 1
 
 
 def _offload(options: Options) -> dict[str, Any]:
-    """What moves off the device: the optimizer from stage 1 on, the parameters at stage 3 only.
+    """What moves off the device: the optimizer from stage 1 on, the parameters at stage 3 only."""
+    blocks: dict[str, Any] = {}
+    for name, device, extra in (
+        ("offload_optimizer", options.optimizer_device, _NVME_OPTIMIZER),
+        ("offload_param", options.param_device, _NVME_PARAM),
+    ):
+        if device == "cpu":
+            blocks[name] = dict(_CPU)
+        elif device == "nvme":
+            blocks[name] = {"device": "nvme", "nvme_path": options.nvme_path, **extra}
+    return blocks
 
-    Below stage 3 parameters are not partitioned, and an `offload_param` block does nothing.
+
+def _zero_keys(options: Options) -> dict[str, Any]:
+    keys = dict(_ZERO_KEYS[options.stage])
+    if options.stage == 3 and options.optimizer == "Muon":
+        keys["reduce_scatter"] = False  # Muon needs whole gradients (zero/stage3.py refuses the pair)
+    if options.stage == 2 and options.optimizer_device == "cpu":
+        # Ranks copy their gradients to the host in turn instead of all at once (zero/config.py).
+        keys["round_robin_gradients"] = True
+    return keys
+
+
+def _allowances(options: Options) -> dict[str, Any]:
+    """What ZeRO has to be told for an optimizer that is not of its own.
+
+    With offload accelerate would put DeepSpeed's Adam in the place of SGD without a word (accelerator.py).
     """
-    if options.offload == "none":
-        return {}
-    if options.offload == "nvme":
-        where = {"device": "nvme", "nvme_path": options.nvme_path}
-        return {"offload_optimizer": {**where, **_NVME_OPTIMIZER}, "offload_param": {**where, **_NVME_PARAM}}
-    cpu = {"device": "cpu", "pin_memory": True}
-    if options.stage == 3:
-        return {"offload_optimizer": dict(cpu), "offload_param": dict(cpu)}
-    # Ranks copy their gradients to the host in turn instead of all at once (zero/config.py).
-    return {"offload_optimizer": cpu, **({"round_robin_gradients": True} if options.stage == 2 else {})}
+    allowed: dict[str, Any] = {}
+    if options.optimizer in UNTESTED and options.stage:
+        allowed["zero_allow_untested_optimizer"] = True
+        if options.optimizer_device != "none":
+            allowed["zero_force_ds_cpu_optimizer"] = False
+    return allowed
+
+
+def _run(options: Options) -> dict[str, Any]:
+    def given(value: float | None) -> Any:
+        return AUTO if value is None else value
+
+    dtype = options.communication_data_type
+    return {
+        **({"communication_data_type": dtype} if dtype else {}),
+        "gradient_accumulation_steps": given(options.accumulation),
+        "gradient_clipping": given(options.clip),
+        "steps_per_print": 2000,
+        "train_batch_size": given(options.global_batch),
+        "train_micro_batch_size_per_gpu": given(options.micro_batch),
+        "wall_clock_breakdown": False,
+    }
+
+
+def _put(config: dict[str, Any], path: str, value: Any) -> None:
+    *blocks, name = path.split(".")
+    for block in blocks:
+        config = config.setdefault(block, {})
+        if not isinstance(config, dict):
+            raise ConfigError(
+                f"--set {path}: {block} is a value, not a block", hint=f"dstool explain {block}"
+            )
+    config[name] = value

@@ -67,17 +67,49 @@ _PRECISION: Final = (
     "fp16.min_loss_scale",
 )
 
-# The option of `dstool init-config` that writes a key or decides its value.
+_UNTESTED: Final = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
+_SCHEDULES: Final = (
+    "",
+    ".type",
+    ".params",
+    ".params.cycle_first_step_size",
+    ".params.cycle_momentum",
+    ".params.decay_lr_rate",
+    ".params.decay_step_size",
+    ".params.lr_range_test_staircase",
+    ".params.lr_range_test_step_rate",
+    ".params.lr_range_test_step_size",
+)
+
+# The options of `dstool init-config` that write a key or decide its value.
 OPTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "zero_optimization": ("--stage", "--offload"),
         **{f"zero_optimization.{name}": ("--stage",) for name in _STAGE},
         **dict.fromkeys(_OFFLOAD, ("--offload",)),
+        "zero_optimization.offload_optimizer": ("--offload", "--offload-optimizer"),
+        "zero_optimization.offload_optimizer.device": ("--offload", "--offload-optimizer"),
         "zero_optimization.offload_optimizer.nvme_path": ("--nvme-path",),
+        "zero_optimization.offload_param": ("--offload", "--offload-param"),
+        "zero_optimization.offload_param.device": ("--offload", "--offload-param"),
         "zero_optimization.offload_param.nvme_path": ("--nvme-path",),
         **dict.fromkeys(_PRECISION, ("--precision",)),
-        **{f"optimizer{rest}": ("--optimizer",) for rest in ("", ".type", ".params", ".params.adam_w_mode")},
-        **{f"scheduler{rest}": ("--scheduler",) for rest in ("", ".type", ".params")},
+        **dict.fromkeys(_UNTESTED, ("--optimizer",)),
+        **{
+            f"optimizer{rest}": ("--optimizer",)
+            for rest in ("", ".type", ".params", ".params.adam_w_mode", ".params.momentum")
+        },
+        "optimizer.params.lr": ("--lr",),
+        **{f"scheduler{rest}": ("--scheduler",) for rest in _SCHEDULES},
+        "scheduler.params.cycle_max_lr": ("--lr",),
+        "scheduler.params.cycle_min_lr": ("--lr",),
+        "scheduler.params.lr_range_test_min_lr": ("--lr",),
+        "scheduler.params.warmup_num_steps": ("--warmup",),
+        "communication_data_type": ("--communication-data-type",),
+        "gradient_accumulation_steps": ("--accumulation",),
+        "gradient_clipping": ("--clip",),
+        "train_batch_size": ("--global-batch",),
+        "train_micro_batch_size_per_gpu": ("--micro-batch",),
     }
 )
 

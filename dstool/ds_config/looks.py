@@ -16,13 +16,14 @@ FolderState = Literal["fine", "no folder", "unwritable", "in memory"]
 
 @dataclass(frozen=True)
 class Machine:
-    """What matters of this machine. `folders` tells of each nvme_path."""
+    """What matters of this machine. `folders` tells of each nvme_path, `deepspeed` is the version."""
 
     gpu: bool = True
     compiler: bool = True
     libaio: bool = True
     built: frozenset[str] = frozenset()
     folders: Mapping[str, FolderState] = field(default_factory=dict)
+    deepspeed: str = ""
 
 
 @dataclass(frozen=True)

@@ -256,7 +256,7 @@ def reconcile(
 
     What the JSON leaves out and Trainer owns becomes "auto"; a number that only the JSON gives becomes the
     field's value, so that Trainer, which compares the two after it has loaded the model, finds them equal.
-    `train_batch_size` is left to `check_batch`, which knows the world size.
+    `train_batch_size` is left to `fit_batch`, which knows the world size.
 
     Raises one `ConfigError` that lists everything in which the two disagree or the JSON is wrong.
     """
@@ -290,25 +290,35 @@ def _worked(ds: Mapping[str, Any], train: Mapping[str, Any], json_name: str) -> 
     return work
 
 
-def check_batch(ds: Mapping[str, Any], world_size: int, train: Mapping[str, Any]) -> None:
-    """Refuse a `train_batch_size` that is not micro batch * accumulation * `world_size`.
+def fit_batch(ds: Mapping[str, Any], world_size: int, train: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `train` with the batch that makes a pinned `train_batch_size` on `world_size` ranks.
 
-    The rule is deepspeed 0.19.8 runtime/config.py `_batch_assertion`. Raises `ConfigError` with the numbers
-    and with three that fit.
+    Of micro batch and accumulation, what neither file gives is chosen: so the same files train with the same
+    batch on any number of ranks that divides it. The rule is deepspeed 0.19.8 runtime/config.py
+    `_batch_assertion`. Raises `ConfigError` with the numbers, and with three that fit.
     """
     total = ds.get("train_batch_size")
     if total in (None, AUTO):
-        return
-    micro = _literal(ds, "train_micro_batch_size_per_gpu", train.get("per_device_train_batch_size") or 8)
-    steps = _literal(ds, "gradient_accumulation_steps", train.get("gradient_accumulation_steps") or 1)
+        return dict(train)
+    micro = _literal(ds, "train_micro_batch_size_per_gpu", train.get("per_device_train_batch_size"))
+    steps = _literal(ds, "gradient_accumulation_steps", train.get("gradient_accumulation_steps"))
+    rank = total // world_size
+    if micro is None:
+        micro = max(1, rank // steps) if steps else _divisor(rank, 8)
+    if steps is None:
+        steps = max(1, rank // micro)
+    if total == micro * steps * world_size:
+        return {**train, "per_device_train_batch_size": micro, "gradient_accumulation_steps": steps}
     product = micro * steps * world_size
-    if total == product:
-        return
     fit = _fitting(total, micro, steps, world_size)
+    words = (
+        f"but train_micro_batch_size_per_gpu {micro} * gradient_accumulation_steps {steps} * "
+        f"world size {world_size} is {product}"
+    )
+    if total % world_size:
+        words = f"which {world_size} ranks cannot share"
     raise ConfigError(
-        f"train_batch_size is {total}, but train_micro_batch_size_per_gpu {micro} * "
-        f"gradient_accumulation_steps {steps} * world size {world_size} is {product}; "
-        f"{fit[0]} = {fit[1]} * {fit[2]} * {world_size} would do",
+        f"train_batch_size is {total}, {words}; {fit[0]} = {fit[1]} * {fit[2]} * {world_size} would do",
         hint=f'set train_batch_size to "auto" (or to {product}) in the DeepSpeed JSON',
     )
 
@@ -318,11 +328,16 @@ def _fitting(total: int, micro: int, steps: int, world_size: int) -> tuple[int, 
     rank, rest = divmod(total, world_size)
     if rest or rank < 1:
         return micro * steps * world_size, micro, steps
-    fit = max(n for n in range(1, min(rank, micro) + 1) if rank % n == 0)
+    fit = _divisor(rank, micro)
     return total, fit, rank // fit
 
 
-def _literal(ds: Mapping[str, Any], key: str, otherwise: int) -> int:
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` up to `most`; 1 where there is none."""
+    return max((n for n in range(1, min(number, most) + 1) if number % n == 0), default=1)
+
+
+def _literal(ds: Mapping[str, Any], key: str, otherwise: Any) -> Any:
     value = ds.get(key)
     return otherwise if value in (None, AUTO) else value
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import re
 from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Final
 
 from dstool.ds_config import keys, read
 from dstool.ds_config.build import AUTO
-from dstool.ds_config.looks import Look, Raw, Rule, add, count, first, replace, show
+from dstool.ds_config.looks import Look, Machine, Raw, Rule, add, count, first, replace, show
 from dstool.ds_config.source import Edit
 from dstool.errors import ConfigError
 
@@ -95,28 +97,26 @@ def batch(look: Look) -> Iterator[Raw]:
     if not count(total) or any(value not in (None, AUTO) and not count(value) for value in given):
         return
     arguments = dict(train or {})
-    micro = first(given[1], arguments.get("per_device_train_batch_size"), None if train is None else 8)
-    steps = first(given[2], arguments.get(_STEPS), None if train is None and given[2] == AUTO else 1)
+    micro = first(given[1], arguments.get("per_device_train_batch_size"))
+    steps = first(given[2], arguments.get(_STEPS))
     told = "DeepSpeed stops after the model has loaded"
     mend = f'set {_TOTAL} to "auto"'
-    if look.around.world_size is None:
-        if count(micro) and count(steps) and total % (micro * steps):
-            words = f"{_TOTAL} is {total}, no multiple of {_MICRO} {micro} * {_STEPS} {steps}"
-            yield Raw("batch", (_TOTAL,), words, told, mend)
-        else:
-            words = f"{_TOTAL} is pinned to {total}, which fits one number of ranks only"
-            told = "with another number of ranks DeepSpeed stops after the model has loaded"
-            yield Raw("pinned", (_TOTAL,), words, told, mend, (), "warning")
+    ranks = look.around.world_size
+    if ranks is not None:
+        try:
+            read.fit_batch({_TOTAL: total, _MICRO: micro, _STEPS: steps}, ranks, {})
+        except ConfigError as error:
+            yield Raw("batch", (_TOTAL,), error.message, told, str(error.hint))
         return
-    if not count(micro) or not count(steps):
-        if total % look.around.world_size:
-            words = f"{_TOTAL} is {total}, which {look.around.world_size} ranks cannot share"
-            yield Raw("batch", (_TOTAL,), words, told, mend)
-        return
-    try:
-        read.check_batch({_TOTAL: total, _MICRO: micro, _STEPS: steps}, look.around.world_size, {})
-    except ConfigError as error:
-        yield Raw("batch", (_TOTAL,), error.message, told, str(error.hint))
+    known = {name: value for name, value in ((_MICRO, micro), (_STEPS, steps)) if count(value)}
+    if total % math.prod(known.values()):
+        words = f"{_TOTAL} is {total}, no multiple of "
+        words += " * ".join(f"{name} {value}" for name, value in known.items())
+        yield Raw("batch", (_TOTAL,), words, told, mend)
+    elif len(known) == 2:
+        words = f"{_TOTAL} is pinned to {total}, which fits one number of ranks only"
+        told = "with another number of ranks DeepSpeed stops after the model has loaded"
+        yield Raw("pinned", (_TOTAL,), words, told, mend, (), "warning")
 
 
 # --- the optimizer -----------------------------------------------------------------------------------------
@@ -169,14 +169,38 @@ def optimizer(look: Look) -> Iterator[Raw]:
     elif name in _CANNOT:
         yield Raw("optimizer", _TYPE, f"{name} does not train with DeepSpeed", told, 'write "AdamW"')
     elif name.lower() in _GONE:
-        words = f"{name} is gone from DeepSpeed, 0.19.6 is the last that has it"
-        yield Raw("optimizer", _TYPE, words, told, 'write "AdamW", or pip install deepspeed==0.19.6')
+        if not _has_one_bit(look.around.machine):
+            words = f"{name} is gone from DeepSpeed, 0.19.6 is the last that has it"
+            if look.around.machine and look.around.machine.deepspeed:
+                words += f", and {look.around.machine.deepspeed} is installed"
+            yield Raw("optimizer", _TYPE, words, told, "pip install deepspeed==0.19.6, or take AdamW")
     elif name not in _TORCH:
         known = {each.lower(): each for each in (*_TORCH, *keys.optimizers())}
         close = difflib.get_close_matches(name.lower(), known, 1, cutoff=0.6)
         meant = _MEANT.get(name.lower()) or (known[close[0]] if close else None)
         words = f"{name} is no optimizer of DeepSpeed" + (f", did you mean {meant}?" if meant else "")
         yield Raw("optimizer", _TYPE, words, told, f'write "{meant or "AdamW"}"')
+
+
+def _has_one_bit(machine: Machine | None) -> bool:
+    """Whether the DeepSpeed that is installed is one of those up to 0.19.6."""
+    if machine is None or not machine.deepspeed:
+        return False
+    numbers = re.findall(r"\d+", machine.deepspeed)[:3]
+    return [int(each) for each in numbers] <= [0, 19, 6]
+
+
+def lamb(look: Look) -> Iterator[Raw]:
+    """What FusedLamb, a GPU kernel, does not go with (runtime/engine.py)."""
+    if str(look.get(*_TYPE)).lower() != "lamb":
+        return
+    told = "DeepSpeed stops after the model has loaded"
+    if look.offloads:
+        words = "Lamb runs on the GPU alone, and its state is offloaded here"
+        yield Raw("contradiction", _TYPE, words, told, "take AdamW, or no offload")
+    if count(look.get("fp16", "loss_scale")):
+        words = f"Lamb needs dynamic loss scaling, and fp16.loss_scale is {look.get('fp16', 'loss_scale')}"
+        yield Raw("contradiction", ("fp16", "loss_scale"), words, told, "set fp16.loss_scale to 0")
 
 
 def untested(look: Look) -> Iterator[Raw]:
@@ -404,7 +428,7 @@ def precision(look: Look) -> Iterator[Raw]:
     if name == "lamb" or (name == "lion" and not look.offloads):
         told = "the run stops: This op had not been implemented on CPU backend"
         words = f"{look.get(*_TYPE)} needs a GPU, and this machine has none"
-        yield Raw("precision", _TYPE, words, told, 'write "AdamW"', (), "warning")
+        yield Raw("precision", _TYPE, words, told, "take AdamW, or write the file where the GPUs are")
 
 
 RULES: Final[tuple[Rule, ...]] = (
@@ -414,6 +438,7 @@ RULES: Final[tuple[Rule, ...]] = (
     left_out,
     batch,
     optimizer,
+    lamb,
     untested,
     optimizer_params,
     scheduler,

@@ -11,9 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dstool.ds_config import keys, source
-from dstool.ds_config.build import Options, build, dumps
+from dstool.ds_config.build import build, dumps
 from dstool.ds_config.check import check, fix, refusal
 from dstool.ds_config.looks import Circumstances, Machine
+from dstool.ds_config.options import Options
 from dstool.errors import ConfigError
 
 AUTO = "auto"
@@ -846,7 +847,7 @@ AROUND = [
         text_of(train_batch_size=8, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=1),
         "batch",
         "train_batch_size",
-        "world size 3 is 6",
+        "3 ranks cannot share",
         around=Circumstances(world_size=3),
     ),
     case(
@@ -859,7 +860,7 @@ AROUND = [
     ),
     case(
         "C13 a pinned batch",
-        text_of(train_batch_size=256),
+        text_of(train_batch_size=256, train_micro_batch_size_per_gpu=8, gradient_accumulation_steps=4),
         "pinned",
         "train_batch_size",
         "one number of ranks",
@@ -1026,8 +1027,45 @@ AROUND = [
         text_of(optimizer={"type": "Lion", "params": {"lr": AUTO}}),
         "precision",
         "optimizer.type",
-        severity=W,
         around=on(gpu=False),
+    ),
+    case(
+        "Lamb off the GPU",
+        text_of(
+            2,
+            {"offload_optimizer": CPU},
+            optimizer={"type": "Lamb", "params": {"lr": AUTO}},
+            zero_allow_untested_optimizer=True,
+        ),
+        "contradiction",
+        "optimizer.type",
+        "runs on the GPU alone",
+    ),
+    case(
+        "Lamb with a fixed loss scale",
+        text_of(
+            optimizer={"type": "Lamb", "params": {"lr": AUTO}},
+            zero_allow_untested_optimizer=True,
+            fp16={"enabled": True, "loss_scale": 128},
+        ),
+        "contradiction",
+        "fp16.loss_scale",
+        "dynamic loss scaling",
+    ),
+    case(
+        "OneBitAdam, and what is installed",
+        text_of(optimizer={"type": "OneBitAdam", "params": {"lr": AUTO}}),
+        "optimizer",
+        "optimizer.type",
+        "and 0.19.8 is installed",
+        around=on(deepspeed="0.19.8"),
+    ),
+    case(
+        "C13 half of a batch",
+        text_of(train_batch_size=10, train_micro_batch_size_per_gpu=4),
+        "batch",
+        "train_batch_size",
+        "no multiple of train_micro_batch_size_per_gpu 4",
     ),
 ]
 
@@ -1337,3 +1375,17 @@ def test_a_mapping_of_the_run_file_is_checked_alike(kind, stage):
     config = json.loads(text_of(stage, {"overlap_com": True}))
     parsed = source.of_value(config) if kind == "inline" else source.parse(json.dumps(config))
     assert [each.rule for each in check(parsed, NOWHERE)] == ["unknown-key"]
+
+
+@pytest.mark.parametrize("version", ["0.18.0", "0.19.6"])
+def test_a_deepspeed_that_still_has_one_bit_adam_may_run_it(version):
+    text = text_of(optimizer={"type": "OneBitAdam", "params": {"lr": AUTO}})
+    assert found(text, on(deepspeed=version)) == ()
+
+
+@pytest.mark.parametrize(
+    "part", [{}, {"train_micro_batch_size_per_gpu": 4}, {"gradient_accumulation_steps": 4}]
+)
+def test_a_pinned_batch_that_any_ranks_may_share_is_no_finding(part):
+    assert found(text_of(train_batch_size=16, **part)) == ()
+    assert found(text_of(train_batch_size=16, **part), Circumstances(world_size=2)) == ()

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from dstool.ds_config.build import Options, build
-from dstool.ds_config.read import REMOVED_KEYS, TOP_LEVEL_KEYS, Reconciled, check_batch, read, reconcile
+from dstool.ds_config.build import build
+from dstool.ds_config.options import Options
+from dstool.ds_config.read import REMOVED_KEYS, TOP_LEVEL_KEYS, Reconciled, fit_batch, read, reconcile
 from dstool.errors import ConfigError
 
 
@@ -182,7 +183,7 @@ def test_c29_params_left_out_become_auto_as_far_as_the_class_takes_them():
     result = reconcile(ds, {})
     assert result.ds["optimizer"]["params"] == {"lr": "auto", "eps": "auto", "weight_decay": "auto"}
     assert result.ds["scheduler"]["params"] == {"warmup_num_steps": "auto", "total_num_steps": "auto"}
-    other = {"type": "SGD", "params": {"momentum": 0.9}}
+    other = {"type": "RMSprop", "params": {"momentum": 0.9}}
     assert reconcile({"optimizer": other}, {}).ds["optimizer"] == other
 
 
@@ -211,7 +212,7 @@ def test_trainer_finds_no_mismatch_afterwards(train, tmp_path, monkeypatch):
     config.trainer_config_finalize(args, SimpleNamespace(config=SimpleNamespace(hidden_size=64)), 100)
     assert config.mismatches == []
     assert "auto" not in json.dumps(config.config)
-    check_batch(config.config, 1, result.train)
+    fit_batch(config.config, 1, result.train)
 
 
 def test_c05_all_mismatches_in_one_message():
@@ -465,7 +466,7 @@ def test_c25_an_optimizer_block_beside_another_optim():
 def test_c13_shows_the_numbers_the_world_size_and_a_valid_triple():
     ds = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": "auto"}
     with pytest.raises(ConfigError) as caught:
-        check_batch(ds, 2, {"gradient_accumulation_steps": 3})
+        fit_batch(ds, 2, {"gradient_accumulation_steps": 3})
     assert caught.value.message == (
         "train_batch_size is 12, but train_micro_batch_size_per_gpu 5 * gradient_accumulation_steps 3 * "
         "world size 2 is 30; 12 = 3 * 2 * 2 would do"
@@ -478,7 +479,7 @@ def test_c13_the_triple_is_valid_for_any_world_size(total):
     for world_size in (1, 2, 7, 8):
         ds = {"train_batch_size": total, "train_micro_batch_size_per_gpu": 3}
         with pytest.raises(ConfigError) as caught:
-            check_batch(ds, world_size, {"gradient_accumulation_steps": 5})
+            fit_batch(ds, world_size, {"gradient_accumulation_steps": 5})
         left, _, right = caught.value.message.split("; ")[1].removesuffix(" would do").partition(" = ")
         micro, steps, world = map(int, right.split(" * "))
         assert int(left) == micro * steps * world
@@ -486,6 +487,24 @@ def test_c13_the_triple_is_valid_for_any_world_size(total):
 
 
 def test_c13_agreeing_auto_and_absent_pass():
-    check_batch({"train_batch_size": "auto"}, 3, {})
-    check_batch({}, 3, {})
-    check_batch({"train_batch_size": 48}, 3, {"gradient_accumulation_steps": 2})  # Trainer's micro batch is 8
+    fit_batch({"train_batch_size": "auto"}, 3, {})
+    fit_batch({}, 3, {})
+    fit_batch(
+        {"train_batch_size": 48}, 3, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize(
+    "given", [{}, {"per_device_train_batch_size": 2}, {"gradient_accumulation_steps": 2}]
+)
+def test_c13_a_pinned_batch_stays_the_same_on_any_number_of_ranks_that_divides_it(world_size, given):
+    fitted = fit_batch({"train_batch_size": 48}, world_size, given)
+    micro, steps = fitted["per_device_train_batch_size"], fitted["gradient_accumulation_steps"]
+    assert micro * steps * world_size == 48
+    assert given.items() <= fitted.items()
+
+
+def test_c13_a_pinned_batch_that_the_ranks_cannot_share_is_refused():
+    with pytest.raises(ConfigError, match="train_batch_size is 7, which 2 ranks cannot share"):
+        fit_batch({"train_batch_size": 7}, 2, {})
