@@ -43,14 +43,11 @@ PRESETS: Final[Mapping[str, Preset]] = MappingProxyType(
             "long texts: activations are computed again, and the optimizer is on the CPU",
             Options(stage=3, offload_optimizer="cpu", precision="bf16", activation_checkpointing=True),
         ),
+        # At stage 1 gradients are summed over the ranks at an update alone, at stage 2 in every step
+        # (runtime/engine.py `allreduce_gradients`).
         "slow-network": Preset(
-            "machines on a slow network: fewer messages, and half the bytes in each",
-            Options(
-                stage=2,
-                precision="bf16",
-                accumulation=8,
-                communication_data_type="bf16",
-            ),
+            "machines on a slow network: gradients travel once in eight steps",
+            Options(stage=1, precision="bf16", accumulation=8),
         ),
     }
 )

@@ -1,0 +1,128 @@
+"""What each rank runs to train with all that `init-config` offers: live_optimizers.py MODEL [CASE ...].
+
+One run after the other in the same ranks, since ranks are slow to start. Rank 0 leaves ran.json: for each
+case the class of the optimizer that stepped, and the learning rate that each step was made with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from dstool.config import load
+from dstool.ds_config.build import build, of_run_file
+from dstool.ds_config.options import Options
+from dstool.train import train
+
+LR, STEPS, WARMUP = 1e-2, 8, 3
+# Those that run without a GPU. Lion does so off the device alone.
+OPTIMIZERS = ("AdamW", "Adam", "FusedAdam", "SGD", "Adagrad", "Muon", "Lion", "none")
+SCHEDULERS = (
+    "WarmupLR",
+    "WarmupDecayLR",
+    "WarmupCosineLR",
+    "ConstantLR",
+    "CosineAnnealingLR",
+    "OneCycle",
+    "LRRangeTest",
+    "none",
+)
+# So short that a few steps see the whole of the shape.
+SHORT = {
+    "OneCycle": (
+        ("scheduler.params.cycle_first_step_size", 3),
+        ("scheduler.params.decay_step_size", 0),
+        ("scheduler.params.decay_lr_rate", 0.0),
+    ),
+    "LRRangeTest": (
+        ("scheduler.params.lr_range_test_step_size", 2),
+        ("scheduler.params.lr_range_test_step_rate", 1.0),
+    ),
+}
+
+
+def cases() -> dict[str, Options]:
+    """Each optimizer with each scheduler, the stages taking turns, and each offloaded at stages 1 to 3."""
+    pairs = itertools.product(enumerate(OPTIMIZERS), enumerate(SCHEDULERS))
+    every = [case(o, s, (i + j) % 4, "none") for (i, o), (j, s) in pairs if o != "Lion"]
+    every += [case("Lion", s, 1 + j % 3, "cpu") for j, s in enumerate(SCHEDULERS)]
+    every += [case(o, "WarmupLR", stage, "cpu") for o in OPTIMIZERS for stage in (1, 2, 3)]
+    return dict(every)
+
+
+def case(optimizer: Any, scheduler: Any, stage: Any, offload: Any) -> tuple[str, Options]:
+    """A name and the options of one run."""
+    warmup = None if scheduler in ("OneCycle", "LRRangeTest", "ConstantLR", "CosineAnnealingLR") else WARMUP
+    options = Options(
+        stage,
+        offload,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        lr=LR,
+        warmup=warmup,
+        settings=SHORT.get(scheduler, ()),
+    )
+    return f"{optimizer}-{scheduler}-{stage}-{offload}", options
+
+
+class Watch(TrainerCallback):
+    """The class of the optimizer, and the learning rate before each step."""
+
+    def __init__(self) -> None:
+        self.ran = ""
+        self.rates: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **_: Any) -> None:
+        """`optimizer` is accelerate's, around DeepSpeed's, around the one that steps."""
+        self.rates.append(optimizer.param_groups[0]["lr"])
+        while type(optimizer).__name__.startswith(("DeepSpeedOptimizerWrapper", "DeepSpeedZeroOptimizer")):
+            optimizer = optimizer.optimizer
+        self.ran = type(optimizer).__name__
+
+
+def watched(model: str, options: Options) -> dict[str, Any]:
+    """Train `model` by `options`: what ran, and whether it changed every weight that it should."""
+    watch = Watch()
+    flags = {
+        "model.name": model,
+        "model.task": "causal-lm",
+        "data.train": "sample:reviews_en",
+        "data.block_size": 32,
+        "train.output_dir": "out",
+        "train.max_steps": STEPS,
+        "train.per_device_train_batch_size": 1,
+        "train.save_strategy": "no",
+        "deepspeed": build(options),
+        **{f"train.{name}": value for name, value in of_run_file(options).items()},
+    }
+    result = train(load(flags=flags, required=False).config, callbacks=[watch], force=True)
+    return {"ran": watch.ran, "rates": watch.rates, "loss": result.train_loss}
+
+
+def main() -> None:
+    """Train every case, or those that are named."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank")
+    parser.add_argument("model")
+    parser.add_argument("names", nargs="*")
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    torch.set_num_threads(1)
+    ran = {
+        name: watched(given.model, options)
+        for name, options in cases().items()
+        if not given.names or name in given.names
+    }
+    if torch.distributed.get_rank() == 0:
+        Path("ran.json").write_text(json.dumps(ran))
+
+
+if __name__ == "__main__":
+    main()
