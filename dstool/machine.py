@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from importlib import metadata
@@ -11,9 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from dstool import launch
+from dstool.ds_config.build import AUTO
 from dstool.ds_config.looks import FolderState, Machine
 
 _DEVICES: Final = ("nvidia[0-9]*", "kfd", "dri/renderD*", "accel/accel*", "davinci[0-9]*")
+AMPERE: Final = 8
 _IN_MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs")
 
 
@@ -22,7 +26,20 @@ def look(ds: Mapping[str, Any]) -> Machine:
     ops = ("async_io", "cpu_adam")
     folders = {folder: state(Path(folder)) for folder in _nvme_paths(ds)}
     built = frozenset(op for op in ops if launch.is_built(op))
-    return Machine(has_gpu(), has_compiler(), has_libaio(), built, folders, _version("deepspeed"))
+    return Machine(
+        gpu=has_gpu(),
+        bf16=_asks_for_bf16(ds) is False or has_bf16(),
+        compiler=has_compiler(),
+        libaio=has_libaio(),
+        built=built,
+        folders=folders,
+        deepspeed=_version("deepspeed"),
+    )
+
+
+def _asks_for_bf16(ds: Mapping[str, Any]) -> bool:
+    block = ds.get("bf16")
+    return isinstance(block, dict) and block.get("enabled") in (True, AUTO)
 
 
 def _version(package: str) -> str:
@@ -38,6 +55,22 @@ def has_gpu() -> bool:
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return False
     return any(True for pattern in _DEVICES for _ in Path("/dev").glob(pattern))
+
+
+def has_bf16() -> bool:
+    """Whether no GPU here is one of those that compute bf16 by emulation: NVIDIA's before Ampere (8.0).
+
+    The driver's own tool says it, in the time in which torch would not even be imported.
+    """
+    if shutil.which("nvidia-smi") is None:
+        return True
+    argv = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return True
+    versions = re.findall(r"^(\d+)\.\d+$", done.stdout, re.MULTILINE)
+    return all(int(major) >= AMPERE for major in versions)
 
 
 def has_compiler() -> bool:

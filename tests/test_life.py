@@ -40,7 +40,7 @@ WAYS = {
         ("deepspeed dstool train", 3, "nvme"),
     ],
 )
-def test_from_an_empty_folder_to_an_answer(
+def test_c02_c14_from_an_empty_folder_to_an_answer(
     way: str, stage: int, offload: str, tmp_path: Path, command: Callable[..., Any]
 ) -> None:
     if offload == "nvme":

@@ -19,6 +19,7 @@ class Machine:
     """What matters of this machine. `folders` tells of each nvme_path, `deepspeed` is the version."""
 
     gpu: bool = True
+    bf16: bool = True
     compiler: bool = True
     libaio: bool = True
     built: frozenset[str] = frozenset()

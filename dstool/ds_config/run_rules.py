@@ -61,6 +61,23 @@ def comm_dtype(look: Look) -> Iterator[Raw]:
         yield Raw("contradiction", path, words, told, "delete it, or use stage 2", (), "warning")
 
 
+def checkpointing(look: Look) -> Iterator[Raw]:
+    """DeepSpeed's own activation checkpointing, which models of Transformers never call."""
+    path = ("activation_checkpointing",)
+    if look.get(*path):
+        words = "activation_checkpointing does nothing for a model of Transformers"
+        mend = "delete it, and set train.gradient_checkpointing in the run file"
+        yield Raw(
+            "unread-key",
+            path,
+            words,
+            "activations take the memory that they always took",
+            mend,
+            (),
+            "warning",
+        )
+
+
 # --- the batch ---------------------------------------------------------------------------------------------
 
 _TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -417,7 +434,14 @@ def compiled(look: Look) -> Iterator[Raw]:
 def precision(look: Look) -> Iterator[Raw]:
     """A type that this machine does not train in."""
     machine, train = look.around.machine, look.around.train or {}
-    if machine is None or machine.gpu:
+    if machine is None:
+        return
+    bf16 = look.get("bf16", "enabled")
+    if not machine.bf16 and (bf16 is True or (bf16 == AUTO and train.get("bf16") is True)):
+        told = "torch emulates bf16 there: slower than fp32, and refused by some of its kernels"
+        words, mend = "a GPU of this machine is older than bf16 (compute capability 8.0)", "use fp16 or fp32"
+        yield Raw("precision", ("bf16", "enabled"), words, told, mend, (), "warning")
+    if machine.gpu:
         return
     enabled = look.get("fp16", "enabled")
     if enabled is True or (enabled == AUTO and train.get("fp16") is True):
@@ -435,6 +459,7 @@ RULES: Final[tuple[Rule, ...]] = (
     scattered,
     summed,
     comm_dtype,
+    checkpointing,
     left_out,
     batch,
     optimizer,
