@@ -74,7 +74,7 @@ def init_config(
             )
         _refuse_other_words(options, kept, run_file)
     around = preflight.circumstances(kept.config) if kept else Circumstances(_train(options))
-    warnings = _warnings(text, around)
+    warnings = _warnings(text, around, run_file)
     files.write_text(output, text)
     if kept is None:
         here = os.path.relpath(output, run_file.parent)
@@ -198,13 +198,16 @@ def _refuse_other_words(options: Options, kept: Loaded, run_file: Path) -> None:
         )
 
 
-def _warnings(text: str, around: Circumstances) -> list[Finding]:
+def _warnings(text: str, around: Circumstances, run_file: Path = Path(RUN_FILE)) -> list[Finding]:
     """What `dstool check` warns of; `ConfigError` for what it finds wrong."""
     parsed = source.parse(text)
     findings = ds_check.check(parsed, replace(around, machine=machine.look(parsed.value)))
     errors = [each for each in findings if each.severity == "error"]
     if errors:
-        raise ConfigError("; ".join(each.problem for each in errors), hint=errors[0].mend)
+        hint = errors[0].mend
+        if errors[0].rule in ("mismatch", "silent-winner"):
+            hint = f"change that in {run_file}, or leave the option out that says otherwise"
+        raise ConfigError("; ".join(each.problem for each in errors), hint=hint)
     return list(findings)
 
 

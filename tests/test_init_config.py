@@ -194,7 +194,9 @@ def test_a_run_file_that_says_it_already_stays():
 
 def test_a_run_file_that_stays_and_contradicts_a_number_is_refused():
     Path(RUN_FILE).write_text("train: {learning_rate: 1.0e-3, warmup_steps: 5}\n")
-    assert "optimizer.params.lr is 2e-05 in the JSON" in refusal(Options(lr=2e-5)).message
+    error = refusal(Options(lr=2e-5))
+    assert "optimizer.params.lr is 2e-05 in the JSON" in error.message
+    assert error.hint.startswith("change that in dstool.yaml, ")
 
 
 @pytest.mark.parametrize("there", [True, False])

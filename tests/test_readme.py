@@ -54,7 +54,7 @@ def test_every_block_is_run_by_a_test() -> None:
         ("dstool", "console"),
         ("Your model, your data", "bash"),
         ("Starting the ranks", "bash"),
-        ("Offloading", "bash"),
+        ("Writing the JSON", "bash"),
         ("Checking the JSON", "bash"),
         ("What a key means", "bash"),
         ("What a key means", "console"),
@@ -113,8 +113,8 @@ def test_starting_the_ranks(line: str, tmp_path: Path, command: Callable[..., An
     assert "world size   2" in shell(line, command, tmp_path).out
 
 
-def test_offloading(tmp_path: Path, command: Callable[..., Any]) -> None:
-    for line in commands("Offloading"):
+def test_writing_the_json(tmp_path: Path, command: Callable[..., Any]) -> None:
+    for line in commands("Writing the JSON"):
         assert "written" in shell(line, command, tmp_path).out
 
 
