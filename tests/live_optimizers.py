@@ -54,17 +54,23 @@ def cases(*, every: bool) -> dict[str, Options]:
 
     `every` pairs each optimizer with each scheduler.
     """
-    found = [
-        case(optimizer, scheduler, stage, "none")
-        for (i, optimizer), (j, scheduler) in itertools.product(enumerate(OPTIMIZERS), enumerate(SCHEDULERS))
-        for stage in range(4)
-        if optimizer != "Lion" and (every or (i + 2 * stage) % 8 == j)
-    ]
+    found = []
+    for stage, (j, scheduler) in itertools.product(range(4), enumerate(SCHEDULERS)):
+        turn = OPTIMIZERS[(j - 2 * stage) % 8]
+        for optimizer in OPTIMIZERS if every else (turn if runs(turn, scheduler, stage) else "AdamW",):
+            if runs(optimizer, scheduler, stage):
+                found.append(case(optimizer, scheduler, stage, "none"))
     for i, optimizer in enumerate(OPTIMIZERS):
         for stage in (1, 2, 3):
             if every or optimizer == "Lion" or stage == 1 + i % 3:
                 found.append(case(optimizer, SCHEDULERS[(i + stage) % 8], stage, "cpu"))
     return dict(found)
+
+
+def runs(optimizer: str, scheduler: str, stage: int) -> bool:
+    """Whether the two train here without offload: the others are refused, as test_findings.py shows."""
+    trainers_own = scheduler in ("none", "CosineAnnealingLR")
+    return optimizer != "Lion" and not (optimizer == "Adagrad" and stage and trainers_own)
 
 
 def case(optimizer: Any, scheduler: Any, stage: Any, offload: Any) -> tuple[str, Options]:
@@ -113,7 +119,11 @@ def watched(model: str, options: Options) -> dict[str, Any]:
         **{f"train.{name}": value for name, value in of_run_file(options).items()},
     }
     result = train(load(flags=flags, required=False).config, callbacks=[watch], force=True)
-    return {"ran": watch.ran, "rates": watch.rates, "loss": result.train_loss, "moved": moved(model)}
+    found = {"ran": watch.ran, "rates": watch.rates, "loss": result.train_loss}
+    if torch.distributed.get_rank() == 0:  # which wrote it, and the next run writes over it
+        found["moved"] = moved(model)
+    torch.distributed.barrier()
+    return found
 
 
 def moved(model: str) -> float:

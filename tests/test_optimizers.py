@@ -52,13 +52,14 @@ def log_warmup(step: int) -> float:
 
 
 def warmup_decay(step: int) -> float:
-    return log_warmup(step) if step < WARMUP else (STEPS - step) / (STEPS - WARMUP)
+    """A line down to nothing, one step behind the warm-up."""
+    return log_warmup(step) if step <= WARMUP else (STEPS - step + 1) / (STEPS - WARMUP)
 
 
 def warmup_cosine(step: int) -> float:
     if step < WARMUP:
         return log_warmup(step)
-    return 0.5 * (1 + math.cos(math.pi * (step - WARMUP + 1) / (STEPS - WARMUP)))
+    return 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
 
 
 def one_cycle(step: int) -> float:

@@ -207,6 +207,22 @@ def _has_one_bit(machine: Machine | None) -> bool:
     return [int(each) for each in numbers] <= [0, 19, 6]
 
 
+def adagrad(look: Look) -> Iterator[Raw]:
+    """ZeRO makes Adagrad anew, and Trainer's scheduler goes on moving the old one (zero/stage3.py and
+    stage_1_and_2.py `initialize_optimizer_states`).
+    """
+    train = look.around.train or {}
+    own = str(train.get("lr_scheduler_type", "linear"))
+    still = own == "constant" or look.around.train is None
+    if str(look.get(*_TYPE)).lower() != "adagrad" or look.stage == 0 or look.offloads or still:
+        return
+    if not isinstance(look.get("scheduler"), dict):
+        words = f"Adagrad at stage {look.stage} does not follow Trainer's own scheduler ({own})"
+        told = "the learning rate stays what it was in the first step"
+        mend = "add a scheduler such as WarmupDecayLR, or offload the optimizer to the CPU"
+        yield Raw("contradiction", _TYPE, words, told, mend)
+
+
 def lamb(look: Look) -> Iterator[Raw]:
     """What FusedLamb, a GPU kernel, does not go with (runtime/engine.py)."""
     if str(look.get(*_TYPE)).lower() != "lamb":
@@ -463,6 +479,7 @@ RULES: Final[tuple[Rule, ...]] = (
     left_out,
     batch,
     optimizer,
+    adagrad,
     lamb,
     untested,
     optimizer_params,

@@ -1047,6 +1047,14 @@ AROUND = [
         around=on(gpu=False),
     ),
     case(
+        "Adagrad with Trainer's scheduler",
+        text_of(2, optimizer={"type": "Adagrad", "params": {"lr": AUTO}}),
+        "contradiction",
+        "optimizer.type",
+        "does not follow Trainer's own scheduler (cosine)",
+        around=Circumstances(train={"lr_scheduler_type": "cosine"}),
+    ),
+    case(
         "Lamb off the GPU",
         text_of(
             2,
