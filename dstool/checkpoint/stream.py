@@ -1,0 +1,231 @@
+"""Bytes from checkpoint files into new ones: planned first, then copied in one pass.
+
+Where the type stays, the kernel copies (copy_file_range), and no byte comes into this process. Where it changes,
+chunks are read, cast and written. Both run in a few threads, and memory does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dstool.checkpoint.cast import NUMPY_TYPES, cast, not_finite
+from dstool.checkpoint.pickles import ITEM_SIZES, DType
+from dstool.checkpoint.reader import Entry, Piece, cut
+from dstool.errors import CheckpointError
+
+SEGMENT = 64 * 2**20
+"""Bytes that one task copies."""
+CHUNK = 2**20
+"""Bytes that are cast at a time: what the cache of a core holds."""
+MOST_THREADS = 8
+
+Progress = Callable[[int, int], object]
+"""Told the bytes that are done, and all of them."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a tensor goes: the file, the byte it starts at, and its type there."""
+
+    entry: Entry
+    file: Path
+    offset: int
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensor in its new type."""
+        return self.entry.numel * ITEM_SIZES[self.dtype]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A range of one tensor, or of several that lie end to end on both sides, for one thread."""
+
+    pieces: tuple[Piece, ...]
+    file: Path
+    offset: int
+    target: Target | None
+    """Where the type changes: the tensor."""
+    nbytes: int
+
+
+def copy(targets: Sequence[Target], progress: Progress | None = None) -> None:
+    """Write every tensor to its place, in files that exist.
+
+    Raises:
+        CheckpointError: a source ends early, or a finite value is too large for its new type.
+        OSError: the system refuses, such as on a full disk.
+    """
+    tasks = list(_tasks(targets))
+    done, whole = 0, sum(task.nbytes for task in tasks)
+    with _Files() as files, ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+        waiting = {pool.submit(_run, task, files): task for task in tasks}
+        try:
+            while waiting:
+                finished, _ = wait(waiting, return_when=FIRST_EXCEPTION if progress is None else "FIRST_COMPLETED")
+                for future in finished:
+                    future.result()
+                    done += waiting.pop(future).nbytes
+                    if progress is not None:
+                        progress(done, whole)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+class _Files:
+    """Open files by path; threads share their descriptors, as reads and writes name their own place."""
+
+    def __init__(self) -> None:
+        self._read: dict[Path, int] = {}
+        self._write: dict[Path, int] = {}
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for descriptor in (*self._read.values(), *self._write.values()):
+            os.close(descriptor)
+
+    def source(self, path: Path) -> int:
+        return _opened(self._read, path, os.O_RDONLY)
+
+    def target(self, path: Path) -> int:
+        return _opened(self._write, path, os.O_WRONLY)
+
+
+def _opened(known: dict[Path, int], path: Path, flags: int) -> int:
+    if path not in known:
+        descriptor = os.open(path, flags | os.O_CLOEXEC)
+        if known.setdefault(path, descriptor) != descriptor:  # another thread was first
+            os.close(descriptor)
+    return known[path]
+
+
+def _tasks(targets: Sequence[Target]) -> Iterator[_Task]:
+    """What there is to do, in the order of the sources' bytes as far as the targets follow it."""
+    for target in targets:
+        entry = target.entry
+        if target.dtype == entry.dtype and entry.stride is None:
+            for start in range(0, entry.nbytes, SEGMENT):
+                size = min(SEGMENT, entry.nbytes - start)
+                pieces = tuple(cut(entry.pieces, start, size))
+                yield _Task(pieces, target.file, target.offset + start, None, size)
+        elif entry.stride is not None:
+            yield _Task(entry.pieces, target.file, target.offset, target, target.nbytes)
+        else:
+            yield from _casts(target)
+
+
+def _casts(target: Target) -> Iterator[_Task]:
+    entry = target.entry
+    item, wide = ITEM_SIZES[entry.dtype], ITEM_SIZES[target.dtype]
+    for start in range(0, entry.numel, SEGMENT // item):
+        count = min(SEGMENT // item, entry.numel - start)
+        pieces = tuple(cut(entry.pieces, start * item, count * item))
+        yield _Task(pieces, target.file, target.offset + start * wide, target, count * wide)
+
+
+def _run(task: _Task, files: _Files) -> None:
+    descriptor = files.target(task.file)
+    if task.target is None:
+        at = task.offset
+        for piece in task.pieces:
+            _copy_range(files.source(piece.file), descriptor, piece, at)
+            at += piece.length
+    elif task.target.entry.stride is not None:
+        _write(descriptor, _gathered(task.target, files), task.offset)
+    else:
+        _cast_range(task, files, descriptor)
+
+
+_NO_RANGE_COPY = {errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM}
+
+
+def _copy_range(source: int, target: int, piece: Piece, at: int) -> None:
+    """Copy within the kernel; through this process between file systems that have no such copy."""
+    offset, left = piece.offset, piece.length
+    while left:
+        try:
+            copied = os.copy_file_range(source, target, left, offset, at)
+        except OSError as error:
+            if error.errno not in _NO_RANGE_COPY:
+                raise
+            copied = _write(target, _read(source, offset, min(left, CHUNK), piece.file), at)
+        if copied == 0:
+            raise _ends_early(piece.file)
+        offset, at, left = offset + copied, at + copied, left - copied
+
+
+def _cast_range(task: _Task, files: _Files, descriptor: int) -> None:
+    target = task.target
+    assert target is not None  # noqa: S101 - only such tasks come here
+    source, at = target.entry.dtype, task.offset
+    for chunk in _chunks(task.pieces, files):
+        made = cast(chunk, source, target.dtype)
+        if target.dtype != "F32" and not_finite(made, target.dtype) > not_finite(chunk, source):
+            raise _too_large(target, chunk, source)
+        at += _write(descriptor, made.view(np.uint8).data, at)
+
+
+def _chunks(pieces: Iterable[Piece], files: _Files) -> Iterator[Any]:
+    """The bytes of `pieces` as arrays of bytes."""
+    for piece in pieces:
+        for start in range(0, piece.length, CHUNK):
+            size = min(CHUNK, piece.length - start)
+            yield np.frombuffer(_read(files.source(piece.file), piece.offset + start, size, piece.file), np.uint8)
+
+
+def _gathered(target: Target, files: _Files) -> Any:
+    """The bytes of a tensor whose elements lie in another order."""
+    (piece,) = target.entry.pieces
+    raw = np.frombuffer(_read(files.source(piece.file), piece.offset, piece.length, piece.file), np.uint8)
+    item = ITEM_SIZES[target.entry.dtype]
+    steps = [step * item for step in target.entry.stride or ()] + [1]
+    ordered = np.lib.stride_tricks.as_strided(raw, (*target.entry.shape, item), steps)
+    flat = np.ascontiguousarray(ordered).reshape(-1)
+    if target.dtype == target.entry.dtype:
+        return flat.data
+    return cast(flat, target.entry.dtype, target.dtype).view(np.uint8).data
+
+
+def _read(descriptor: int, offset: int, size: int, file: Path) -> bytearray:
+    buffer, at = bytearray(size), 0
+    while at < size:
+        got = os.preadv(descriptor, [memoryview(buffer)[at:]], offset + at)
+        if got == 0:
+            raise _ends_early(file)
+        at += got
+    return buffer
+
+
+def _write(descriptor: int, data: Any, offset: int) -> int:
+    view, at = memoryview(data), 0
+    while at < len(view):
+        at += os.pwrite(descriptor, view[at:], offset + at)
+    return at
+
+
+def _ends_early(file: Path) -> CheckpointError:
+    return CheckpointError(f"{file} ends before its tensors do", hint="copy the file again, or take another")
+
+
+def _too_large(target: Target, chunk: Any, source: DType) -> CheckpointError:
+    values = cast(chunk, source, "F32").view(NUMPY_TYPES["F32"])
+    largest = float(np.abs(values[np.isfinite(values)]).max())
+    return CheckpointError(
+        f"{target.entry.name} holds {largest:g}, which {_SAID[target.dtype]} cannot",
+        hint="--dtype bf16 or --dtype fp32",
+    )
+
+
+_SAID = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
