@@ -23,7 +23,8 @@ def _in_tmp_path(tmp_path, monkeypatch):
 def environment(**more):
     """Nothing of the user's own, and a terminal of fixed width without colours."""
     fixed = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "HOME": str(Path.cwd()), "LC_ALL": "C.UTF-8"}
-    return {"PATH": os.environ["PATH"], **fixed, **more}
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    return {**kept, **fixed, **more}
 
 
 def dstool(*arguments, script=None, **more):
@@ -171,7 +172,7 @@ def test_ctrl_c_is_silent_and_exits_with_130():
         ("DataError('x', hint='y')", {"error": "DataError", "message": "x", "hint": "y"}),
         (
             "ZeroDivisionError('oh')",
-            {"error": "RankFailed", "message": "rank 1 ended with ZeroDivisionError: oh"},
+            {"error": "RankCrashed", "message": "rank 1 ended with ZeroDivisionError: oh"},
         ),
     ],
 )
