@@ -209,7 +209,7 @@ def load_engine(folder: models.ModelFolder, tokenizer: Any, dtype: torch.dtype) 
 
 def _encode(work: _Work, texts: Sequence[str], pairs: Sequence[str] | None, limit: int) -> Any:
     """Tokens of texts, pairs or chats. A template has its own special tokens in it."""
-    given = [_asked(work.tokenizer, text) for text in texts] if work.chat else list(texts)
+    given = [_asked(work, text, limit) for text in texts] if work.chat else list(texts)
     encoded = work.tokenizer(
         given,
         *([list(pairs)] if pairs else ()),
@@ -222,10 +222,29 @@ def _encode(work: _Work, texts: Sequence[str], pairs: Sequence[str] | None, limi
     return encoded.to(work.engine.module.device)
 
 
-def _asked(tokenizer: Any, text: str) -> str:
-    """`text` as what the user says, up to where the model's answer begins."""
+def _asked(work: _Work, text: str, limit: int) -> str:
+    """The end of `text` that fits, as what the user says, up to where the model's answer begins."""
+    tokens, frame = (
+        work.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+        for part in (text, _in_template(work, ""))
+    )
+    room = limit - len(frame)
+    if len(tokens) > room > 0:
+        text = work.tokenizer.decode(tokens[-room:])
+    return _in_template(work, text)
+
+
+def _in_template(work: _Work, text: str) -> str:
+    from jinja2 import TemplateError
+
     messages = [{"role": "user", "content": text}]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    try:
+        return str(work.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except (TemplateError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{work.folder.path}: its chat template takes no single text: {' '.join(str(error).split())}",
+            hint="--no-chat",
+        ) from error
 
 
 def _numbers(values: torch.Tensor, folder: models.ModelFolder) -> torch.Tensor:
