@@ -293,7 +293,7 @@ def _show_config(rows: list[tuple[str, Any, str]]) -> None:
 def _show_trained(result: dict[str, Any], config: Path | None) -> None:
     """Show the result, and what to do next with the checkpoint that holds what the run ends with."""
     result["output_dir"] = folder = Path(result["output_dir"])
-    last = result["best_checkpoint"] or next(reversed(result["checkpoints"]), None)
+    last = result["best"] or next(reversed(result["checkpoints"]), None)
     following = f"dstool consolidate {_typed(folder / last)}" if last else _infer(folder)
     out.result("Trained", result, next_command=following + _with(config))
 

@@ -149,7 +149,7 @@ def _masters(run_dir: Path) -> layout.ZeroCheckpoint | None:
     """
     try:
         record = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
-        name = record.get("best_checkpoint") or f"checkpoint-{record['steps']}"
+        name = record.get("best") or f"checkpoint-{record['steps']}"
         found = layout.find(run_dir / name)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, CheckpointError):
         return None

@@ -74,7 +74,7 @@ class TrainResult:
     precision: str
     stage: int
     checkpoints: tuple[str, ...]
-    best_checkpoint: str | None = None
+    best: str | None = None
     """Where `load_best_model_at_end` found the weights that the run ends with."""
 
 
@@ -133,7 +133,7 @@ def train(
             precision=_precision_of(args),
             stage=stage,
             checkpoints=tuple(path.name for path in layout.checkpoints(Path(args.output_dir))),
-            best_checkpoint=_best_checkpoint(trainer),
+            best=_best(trainer),
         )
         if args.process_index == 0:
             _record(config, result, rows)
@@ -150,8 +150,8 @@ def _earlier_result(config: Config) -> TrainResult | None:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         values = {each.name: record[each.name] for each in fields(TrainResult) if each.name in record}
         there = tuple(path.name for path in layout.checkpoints(folder))
-        best = values.get("best_checkpoint") if values.get("best_checkpoint") in there else None
-        values |= {"output_dir": folder.resolve(), "checkpoints": there, "best_checkpoint": best}
+        best = values.get("best") if values.get("best") in there else None
+        values |= {"output_dir": folder.resolve(), "checkpoints": there, "best": best}
         result = TrainResult(**values)
     except (OSError, ValueError, TypeError, LookupError):
         return None
@@ -545,7 +545,7 @@ def _save_model(trainer: Any) -> None:
         files.open_to_umask(*Path(trainer.args.output_dir).glob("*.safetensors"))
 
 
-def _best_checkpoint(trainer: Any) -> str | None:
+def _best(trainer: Any) -> str | None:
     best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
     return Path(best).name if best else None
 

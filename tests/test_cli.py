@@ -330,7 +330,7 @@ def test_what_init_config_logs_is_not_on_stdout():
 # what comes next
 
 
-RESULT = {"steps": 2, "checkpoints": ["checkpoint-1", "checkpoint-2"], "best_checkpoint": None}
+RESULT = {"steps": 2, "checkpoints": ["checkpoint-1", "checkpoint-2"], "best": None}
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ RESULT = {"steps": 2, "checkpoints": ["checkpoint-1", "checkpoint-2"], "best_che
     [
         ({}, None, "dstool consolidate second-run/checkpoint-2"),
         ({}, "my runs/b.yaml", "dstool consolidate second-run/checkpoint-2 --config 'my runs/b.yaml'"),
-        ({"best_checkpoint": "checkpoint-1"}, None, "dstool consolidate second-run/checkpoint-1"),
+        ({"best": "checkpoint-1"}, None, "dstool consolidate second-run/checkpoint-1"),
         ({"checkpoints": []}, None, 'dstool infer --model second-run --text "..."'),
         ({"output_dir": "두 번째"}, None, "dstool consolidate '두 번째/checkpoint-2'"),
         ({"output_dir": "/elsewhere"}, None, "dstool consolidate /elsewhere/checkpoint-2"),

@@ -408,7 +408,7 @@ def test_the_masters_of_the_best_model_are_those_of_its_checkpoint(
     run = sixteen_bits("train.load_best_model_at_end=true", "train.eval_strategy=steps", "train.eval_steps=1")
     record = json.loads((run / "run.json").read_text())
     merge(run, here / "exact", dtype="fp32")
-    masters = weights(consolidate(run / record["best_checkpoint"], here / "masters").output_dir)
+    masters = weights(consolidate(run / record["best"], here / "masters").output_dir)
     assert all(torch.equal(value, masters[name]) for name, value in weights(here / "exact").items())
 
 

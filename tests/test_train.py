@@ -405,7 +405,7 @@ def test_T05_the_best_model_is_loaded_at_the_end(stage: int, train_here: Callabl
     final = load_file(result.output_dir / "model.safetensors")
     assert all(torch.equal(best[name], final[name]) for name in best)
     assert result.metrics["loss"] == pytest.approx(state["best_metric"], abs=1e-5)
-    assert result.best_checkpoint == Path(state["best_model_checkpoint"]).name
+    assert result.best == Path(state["best_model_checkpoint"]).name
 
 
 def test_T08_fp16_on_the_cpu_is_refused(train_here: Callable[..., Any], here: Path) -> None:
@@ -474,7 +474,7 @@ def test_a_run_that_lost_only_its_end_is_ended_without_another_step(
     for name in ("run.json", "model.safetensors", "config.json"):
         (first.output_dir / name).unlink()
     again = train_here(*words, resume=True)
-    assert (again.steps, again.best_checkpoint) == (3, first.best_checkpoint)
+    assert (again.steps, again.best) == (3, first.best)
     assert again.metrics == pytest.approx(first.metrics)
     after = load_file(first.output_dir / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
