@@ -419,7 +419,14 @@ def test_T08_fp16_on_the_cpu_is_refused(train_here: Callable[..., Any], here: Pa
 def test_T13_a_resumed_run_ends_where_an_uninterrupted_one_does(
     stage: int, train_here: Callable[..., Any]
 ) -> None:
-    """At stage 0 in bf16, where DeepSpeed once lost the optimizer's state; else in fp32."""
+    """At stage 0 in bf16, where DeepSpeed once lost the optimizer's state; else in fp32.
+
+    In bf16 at stages 1 to 3 the two part by up to the learning rate (1e-3) after the second step. The first
+    resumed step has the same loss, gradient, rate and moments, bit for bit; its fp32 masters differ in the
+    last bit alone (1e-7), since DeepSpeed's Adam on the CPU multiplies beta**step up as it goes and begins a
+    resumed run with std::pow (csrc/includes/cpu_adam.h, 0.19.8). Some weights then round to the other bf16
+    neighbour, and Adam moves what has next to no gradient by the whole rate in either direction.
+    """
     words = ("train.max_steps=4", "train.save_strategy=steps", "train.save_steps=2")
     words += ("train.save_first_step=false", f"train.bf16={str(stage == 0).lower()}")
     whole = train_here(*words, "train.output_dir=whole", stage=stage)
