@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -14,8 +16,9 @@ from transformers import AutoTokenizer, LogitsProcessorList
 
 from dstool import launch, models
 from dstool.checkpoint import layout
-from dstool.config import Config, InferSection
-from dstool.errors import InputError, ModelError
+from dstool.config import RECORD, Config, InferSection
+from dstool.errors import ConfigError, InputError, ModelError
+from dstool.files import typed
 
 logger = logging.getLogger("dstool.infer")
 
@@ -27,6 +30,7 @@ class Prediction:
     """What the model makes of one text: a label with its probability, or the text that follows."""
 
     text: str
+    text_pair: str | None = None
     label: str | None = None
     probability: float | None = None
     generated: str | None = None
@@ -39,39 +43,100 @@ class InferResult:
     model: Path
     device: str
     dtype: str
+    chat: bool
+    """Whether each text was put into the chat template, as what the user says."""
     predictions: tuple[Prediction, ...]
     seconds: float = field(metadata={"unit": "seconds"})
     """Of the model's own work, loading left out."""
 
 
-def infer(texts: Sequence[str], config: Config, *, model: Path | None = None) -> InferResult:
+@dataclass(frozen=True)
+class _Work:
+    """The model at work, and what it takes to ask it."""
+
+    engine: Any
+    tokenizer: Any
+    folder: models.ModelFolder
+    settings: InferSection
+    chat: bool
+
+
+def infer(
+    texts: Sequence[str],
+    config: Config,
+    *,
+    model: Path | None = None,
+    pairs: Sequence[str] | None = None,
+) -> InferResult:
     """Classify or continue `texts`, whichever the model is for.
 
     Args:
         model: a model folder; by default that of the run file, or the newest weights of its run.
+        pairs: the second text of each, for a classifier that was trained on pairs.
 
     Raises:
+        ConfigError: pairs for a generator, or not one for each text; a chat without a template.
         InputError: no text, or one that is empty or no Unicode.
         ModelError: no model there, or one that is broken or computes no numbers.
         NoDevice: the dtype asked for needs a GPU.
     """
-    _check_texts(texts)
+    _check_texts([*texts, *(pairs or ())] if texts else ())
+    if pairs and len(pairs) != len(texts):
+        raise ConfigError(
+            f"{len(texts)} --text and {len(pairs)} --text-pair make no pairs", hint="give one for each"
+        )
     folder = models.open_folder(model or newest_model(config))
     device = launch.accelerator()
     dtype = models.usable_dtype(config.infer.dtype, folder.config, device)
     tokenizer = load_tokenizer(folder)
-    engine = load_engine(folder, tokenizer, dtype)
+    rows = trained_on(folder.path)
+    _check_pairs(folder, rows, bool(pairs))
+    chat = _is_chat(folder, tokenizer, rows, config.infer.chat)
+    work = _Work(load_engine(folder, tokenizer, dtype), tokenizer, folder, config.infer, chat)
     started = time.monotonic()
-    work = _classify if folder.task == "text-classification" else _continue
+    ask = _classify if folder.task == "text-classification" else _continue
+    size = config.infer.batch_size
     predictions = tuple(
         prediction
-        for start in range(0, len(texts), config.infer.batch_size)
-        for prediction in work(
-            texts[start : start + config.infer.batch_size], engine, tokenizer, folder, config.infer
+        for start in range(0, len(texts), size)
+        for prediction in ask(
+            work, texts[start : start + size], pairs[start : start + size] if pairs else None
         )
     )
     seconds = time.monotonic() - started
-    return InferResult(folder.path.resolve(), device, models.DTYPE_NAMES[dtype], predictions, seconds)
+    return InferResult(folder.path.resolve(), device, models.DTYPE_NAMES[dtype], chat, predictions, seconds)
+
+
+def trained_on(model: Path) -> str | None:
+    """What the rows were that the model's run was trained on: texts, pairs or messages, by the run's record.
+
+    It lies beside the final weights, and above those of a checkpoint and of `consolidated/`; None where no
+    record is found.
+    """
+    for folder in (model.resolve(), *model.resolve().parents[:2]):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            return str(json.loads((folder / RECORD).read_text(encoding="utf-8"))["rows"])
+    return None
+
+
+def _check_pairs(folder: models.ModelFolder, rows: str | None, pairs: bool) -> None:
+    if pairs and folder.task != "text-classification":
+        raise ConfigError(
+            f"{folder.path} continues one text, and takes no --text-pair", hint="put both into --text"
+        )
+    if rows == "pairs" and not pairs:
+        logger.warning("%s was trained on pairs of texts: --text-pair gives the second", folder.path)
+
+
+def _is_chat(folder: models.ModelFolder, tokenizer: Any, rows: str | None, wanted: bool | None) -> bool:
+    """Whether to ask in the chat template: as wanted, or else as the model was trained."""
+    if folder.task != "causal-lm":
+        return False
+    if wanted and not tokenizer.chat_template:
+        raise ConfigError(f"the tokenizer in {folder.path} has no chat template", hint="--no-chat")
+    if wanted is None and rows is None and tokenizer.chat_template:
+        logger.info("%s has a chat template: --chat asks it that way", folder.path)
+    return bool(tokenizer.chat_template) and (rows == "messages" if wanted is None else wanted)
 
 
 def _check_texts(texts: Sequence[str]) -> None:
@@ -100,7 +165,9 @@ def newest_model(config: Config) -> Path:
     ]
     if not found:
         saved = layout.checkpoints(run)
-        hint = f"dstool consolidate {saved[-1]}" if saved else "dstool train, or dstool infer --model DIR"
+        hint = (
+            f"dstool consolidate {typed(saved[-1])}" if saved else "dstool train, or dstool infer --model DIR"
+        )
         raise ModelError(f"{run} holds no model yet", hint=hint)
     newest = max(
         found, key=lambda folder: max(file.stat().st_mtime_ns for file in models.weight_files(folder))
@@ -140,9 +207,44 @@ def load_engine(folder: models.ModelFolder, tokenizer: Any, dtype: torch.dtype) 
         return deepspeed.init_inference(model, dtype=dtype, tensor_parallel={"tp_size": 1})
 
 
-def _encode(texts: Sequence[str], tokenizer: Any, limit: int, engine: Any) -> Any:
-    encoded = tokenizer(list(texts), padding=True, truncation=True, max_length=limit, return_tensors="pt")
-    return encoded.to(engine.module.device)
+def _encode(work: _Work, texts: Sequence[str], pairs: Sequence[str] | None, limit: int) -> Any:
+    """Tokens of texts, pairs or chats. A template has its own special tokens in it."""
+    given = [_asked(work, text, limit) for text in texts] if work.chat else list(texts)
+    encoded = work.tokenizer(
+        given,
+        *([list(pairs)] if pairs else ()),
+        padding=True,
+        truncation=True,
+        max_length=limit,
+        add_special_tokens=not work.chat,
+        return_tensors="pt",
+    )
+    return encoded.to(work.engine.module.device)
+
+
+def _asked(work: _Work, text: str, limit: int) -> str:
+    """The end of `text` that fits, as what the user says, up to where the model's answer begins."""
+    tokens, frame = (
+        work.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+        for part in (text, _in_template(work, ""))
+    )
+    room = limit - len(frame)
+    if len(tokens) > room > 0:
+        text = work.tokenizer.decode(tokens[-room:])
+    return _in_template(work, text)
+
+
+def _in_template(work: _Work, text: str) -> str:
+    from jinja2 import TemplateError
+
+    messages = [{"role": "user", "content": text}]
+    try:
+        return str(work.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except (TemplateError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{work.folder.path}: its chat template takes no single text: {' '.join(str(error).split())}",
+            hint="--no-chat",
+        ) from error
 
 
 def _numbers(values: torch.Tensor, folder: models.ModelFolder) -> torch.Tensor:
@@ -156,21 +258,21 @@ def _numbers(values: torch.Tensor, folder: models.ModelFolder) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _classify(
-    texts: Sequence[str], engine: Any, tokenizer: Any, folder: models.ModelFolder, settings: InferSection
-) -> Iterator[Prediction]:
-    limit = models.length_limit(tokenizer, folder.config, settings.max_length or MAX_LENGTH)
-    logits = engine(**_encode(texts, tokenizer, limit, engine)).logits.float()
-    best = _numbers(logits.softmax(dim=-1), folder).max(dim=-1)
-    names = folder.labels()
-    for text, probability, index in zip(texts, best.values.tolist(), best.indices.tolist(), strict=True):
-        yield Prediction(text, label=names[index], probability=probability)
+def _classify(work: _Work, texts: Sequence[str], pairs: Sequence[str] | None) -> Iterator[Prediction]:
+    limit = models.length_limit(work.tokenizer, work.folder.config, work.settings.max_length or MAX_LENGTH)
+    logits = work.engine(**_encode(work, texts, pairs, limit)).logits.float()
+    best = _numbers(logits.softmax(dim=-1), work.folder).max(dim=-1)
+    names = work.folder.labels()
+    seconds: Sequence[str | None] = pairs or [None] * len(texts)
+    for text, second, probability, index in zip(
+        texts, seconds, best.values.tolist(), best.indices.tolist(), strict=True
+    ):
+        yield Prediction(text, second, label=names[index], probability=probability)
 
 
 @torch.inference_mode()
-def _continue(
-    texts: Sequence[str], engine: Any, tokenizer: Any, folder: models.ModelFolder, settings: InferSection
-) -> Iterator[Prediction]:
+def _continue(work: _Work, texts: Sequence[str], _: Sequence[str] | None) -> Iterator[Prediction]:
+    tokenizer, folder, settings = work.tokenizer, work.folder, work.settings
     positions = models.length_limit(tokenizer, folder.config, 1 << 30)
     room = min(positions - settings.max_new_tokens, settings.max_length or positions)
     if room < 1:
@@ -179,10 +281,10 @@ def _continue(
             hint=f"infer.max_new_tokens={positions // 2}",
         )
     tokenizer.truncation_side = "left"
-    encoded = _encode(texts, tokenizer, room, engine)
+    encoded = _encode(work, texts, None, room)
     torch.manual_seed(settings.seed)
     sampling = {"temperature": settings.temperature, "top_p": settings.top_p} if settings.do_sample else {}
-    output = engine.generate(
+    output = work.engine.generate(
         **{name: encoded[name] for name in ("input_ids", "attention_mask")},
         max_new_tokens=settings.max_new_tokens,
         do_sample=settings.do_sample,
