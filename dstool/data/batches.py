@@ -96,8 +96,6 @@ def _load(spec: str | Sequence[str], section: DataSection, columns: Columns, spl
 
 
 def _load_files(files: Sequence[Path], section: DataSection, columns: Columns) -> datasets.Dataset:
-    # The stamps make the cache of `datasets` forget a file that was changed.
-    stamps = [(file.stat().st_mtime_ns, file.stat().st_size) for file in files]
     try:
         return datasets.Dataset.from_generator(
             _generate,
@@ -107,7 +105,7 @@ def _load_files(files: Sequence[Path], section: DataSection, columns: Columns) -
                 "encoding": section.encoding,
                 "skip_bad_rows": section.skip_bad_rows,
                 "closed": any(file.suffix.lower() != ".txt" for file in files),
-                "stamps": (__version__, stamps),
+                "stamps": (__version__, [_stamp(file) for file in files]),
             },
             features=ROW,
         )
@@ -116,6 +114,15 @@ def _load_files(files: Sequence[Path], section: DataSection, columns: Columns) -
         if isinstance(cause, (DataError, ConfigError)):
             raise cause from None
         raise
+
+
+def _stamp(file: Path) -> tuple[str, int, int, int, int]:
+    """What makes the cache of `datasets` forget a file that was changed, and tell apart two of one name.
+
+    The change time too, which no program sets: copies often keep the size and the time of modification.
+    """
+    found = file.stat()
+    return str(file.resolve()), found.st_ino, found.st_ctime_ns, found.st_mtime_ns, found.st_size
 
 
 def _generate(

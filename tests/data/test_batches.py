@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,27 @@ def test_a_file_that_changed_is_read_again(write: Callable[..., Path]) -> None:
     assert batches.load_splits(section, "text-classification", seed=0).train["text"][0] == "old"
     write("a.csv", "text,label", "changed,0")
     assert batches.load_splits(section, "text-classification", seed=0).train["text"][0] == "changed"
+
+
+def test_files_of_one_name_size_and_time_are_told_apart(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In two folders, and one put in the place of the other, as `cp -p` and `tar` do it."""
+
+    def text_in(folder: Path) -> str:
+        monkeypatch.chdir(folder)
+        section = DataSection(train="a.csv")
+        return str(batches.load_splits(section, "text-classification", seed=0).train["text"][0])
+
+    folders = [write("b.csv", "").parent / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "a.csv").write_text(f"text,label\n{folder.name},0\n")
+        os.utime(folder / "a.csv", (1000, 1000))
+    assert [text_in(folder) for folder in folders] == ["one", "two"]
+    (folders[0] / "a.csv").write_text("text,label\nnew,0\n")
+    os.utime(folders[0] / "a.csv", (1000, 1000))
+    assert text_in(folders[0]) == "new"
 
 
 def test_a_named_file_is_held_out_rather_than_a_part(write: Callable[..., Path]) -> None:
