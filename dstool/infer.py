@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from dstool import launch, models
 from dstool.checkpoint import layout
@@ -115,15 +115,9 @@ def load_tokenizer(folder: models.ModelFolder) -> Any:
 
     A generator continues the last token of a row, so that its padding has to stand before the text.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder.path)
-    except models.UNREADABLE as error:
-        raise ModelError(
-            f"{folder.path} has no usable tokenizer", hint="dstool merge copies it along"
-        ) from error
-    models.check_vocabulary(
-        tokenizer, folder.config, hint=f"put the model's own tokenizer into {folder.path}"
-    )
+    hint = f"put the model's own tokenizer into {folder.path}"
+    tokenizer = models.read_tokenizer(folder.path, hint=hint)
+    models.check_vocabulary(tokenizer, folder.config, hint=hint)
     tokenizer.padding_side = "left" if folder.task == "causal-lm" else "right"
     return models.ensure_pad_token(tokenizer)
 
@@ -159,7 +153,7 @@ def _numbers(values: torch.Tensor, folder: models.ModelFolder) -> torch.Tensor:
 def _classify(
     texts: Sequence[str], engine: Any, tokenizer: Any, folder: models.ModelFolder, settings: InferSection
 ) -> Iterator[Prediction]:
-    limit = models.length_limit(tokenizer, folder.config, settings.max_length or MAX_LENGTH)
+    limit = models.length_limit(tokenizer, engine.module, settings.max_length or MAX_LENGTH)
     logits = engine(**_encode(texts, tokenizer, limit, engine)).logits.float()
     best = _numbers(logits.softmax(dim=-1), folder).max(dim=-1)
     names = folder.labels()
@@ -171,7 +165,7 @@ def _classify(
 def _continue(
     texts: Sequence[str], engine: Any, tokenizer: Any, folder: models.ModelFolder, settings: InferSection
 ) -> Iterator[Prediction]:
-    positions = models.length_limit(tokenizer, folder.config, 1 << 30)
+    positions = models.length_limit(tokenizer, engine.module, 1 << 30)
     room = min(positions - settings.max_new_tokens, settings.max_length or positions)
     if room < 1:
         raise InputError(

@@ -59,11 +59,33 @@ def load_tokenizer(section: ModelSection, corpus: Callable[[], Iterator[str]]) -
     source = section.tokenizer or section.name
     if source is None:
         return _train_tokenizer(corpus(), vocab_size=_fresh_config(section).vocab_size)
-    with _one_line(source, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=section.revision, trust_remote_code=section.trust_remote_code
-        )
-    return ensure_pad_token(tokenizer)
+    options = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
+    hint = "name the folder of its tokenizer: model.tokenizer=FOLDER_OR_HUB_NAME"
+    return ensure_pad_token(read_tokenizer(source, hint=hint, **options))
+
+
+def read_tokenizer(source: str | Path, *, hint: str, **options: Any) -> Any:
+    """The tokenizer in the folder, or of the hub name, `source`.
+
+    For a folder without one Transformers makes up one that knows nothing but the special tokens
+    (`BertTokenizer.__init__`, models/bert/tokenization_bert.py, 5.24, and others), silently.
+
+    Args:
+        hint: what to do where the folder has no tokenizer.
+
+    Raises:
+        ModelError: there is none, or one that cannot be read.
+    """
+    path = Path(source)
+    absent = path.is_dir() and not any(file for pattern in VOCABULARY_FILES for file in path.glob(pattern))
+    missing = ModelError(f"{source}: no tokenizer in the folder", hint=hint)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    except UNREADABLE as error:
+        raise missing if absent else _model_error(str(source), "tokenizer", error) from error
+    if absent and type(tokenizer).vocab_files_names:  # ByT5 and CANINE read bytes, and need no files
+        raise missing
+    return tokenizer
 
 
 def ensure_pad_token(tokenizer: Any) -> Any:
@@ -121,10 +143,22 @@ def check_vocabulary(tokenizer: Any, config: Any, *, hint: str) -> None:
         )
 
 
-def length_limit(tokenizer: Any, config: Any, default: int) -> int:
+def length_limit(tokenizer: Any, model: Any, default: int) -> int:
     """The tokens per text that both the tokenizer and the model take, and at most `default`."""
-    limits = [default, tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)]
-    return min(int(limit) for limit in limits if limit)
+    limits = [default, tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None)]
+    return min(int(limit) for limit in [*limits, _positions_after_padding(model)] if limit)
+
+
+def _positions_after_padding(model: Any) -> int | None:
+    """The positions of a model that counts them from the padding token's number, else None.
+
+    RoBERTa and its kin start at pad_token_id + 1, so that 514 rows are 512 positions (models/roberta/
+    modeling_roberta.py, 5.24); their table of positions alone has a padding row.
+    """
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return int(module.num_embeddings) - int(module.padding_idx) - 1
+    return None
 
 
 # --- models for training -------------------------------------------------------------------------
@@ -247,6 +281,8 @@ def _mend_generation_config(model: Any) -> None:
 
 # --- models from a folder --------------------------------------------------------------------------
 
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.*.json", "tekken.json", "*vocab*", "*.model", "*.tiktoken")
+"""One of these is there wherever a tokenizer is; tokenizer_config.json and its like are none."""
 TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model")
 COMPANIONS = (
     "config.json",

@@ -394,7 +394,7 @@ def _classification(
     # Trainer takes a forward with **kwargs for one that divides by the whole batch's count of labels, and
     # multiplies the loss by the ranks to match (trainer.py, 5.24); a classifier's loss is a plain mean.
     model.accepts_loss_kwargs = False
-    limit = models.length_limit(tokenizer, model.config, config.data.max_length or MAX_LENGTH)
+    limit = models.length_limit(tokenizer, model, config.data.max_length or MAX_LENGTH)
     tokenizer.padding_side = "right"
 
     def encode(rows: Any) -> Any:
@@ -414,7 +414,7 @@ def _language_modelling(
     config: Config, args: TrainingArguments, splits: batches.Splits, tokenizer: Any
 ) -> dict[str, Any]:
     model = models.load_model(config.model, tokenizer, labels=None, dtype=_dtype(args))
-    block_size = models.length_limit(tokenizer, model.config, config.data.block_size or BLOCK_SIZE)
+    block_size = models.length_limit(tokenizer, model, config.data.block_size or BLOCK_SIZE)
     if config.data.block_size and block_size < config.data.block_size:
         raise ConfigError(
             f"data.block_size {config.data.block_size} is more than the model's {block_size} positions",

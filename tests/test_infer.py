@@ -272,7 +272,7 @@ def lose_tokenizer(folder: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "no such folder"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-    "no tokenizer": (lose_tokenizer, "has no usable tokenizer"),
+    "no tokenizer": (lose_tokenizer, "no tokenizer in the folder"),
     "tokens beyond the rows": (add_tokens, "the tokenizer has 301 tokens, the model's vocab_size is 300"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "the model cannot be loaded"),
     "an empty file": (
