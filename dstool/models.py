@@ -31,7 +31,7 @@ AUTO_CLASSES: Mapping[Task, str] = {
     "text-classification": "AutoModelForSequenceClassification",
     "causal-lm": "AutoModelForCausalLM",
 }
-UNKNOWN, END = "<unk>", "</s>"
+UNKNOWN, END, SEPARATOR = "<unk>", "</s>", "<sep>"
 UNREADABLE = (
     OSError,
     ValueError,
@@ -105,7 +105,7 @@ def _train_tokenizer(corpus: Iterator[str], *, vocab_size: int) -> Any:
 
     Rank 0 trains it; the others are sent the result.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     text = [""]
     if not _distributed() or torch.distributed.get_rank() == 0:
@@ -117,16 +117,23 @@ def _train_tokenizer(corpus: Iterator[str], *, vocab_size: int) -> Any:
             corpus,
             trainers.BpeTrainer(
                 vocab_size=vocab_size,
-                special_tokens=[UNKNOWN, END],
+                special_tokens=[UNKNOWN, END, SEPARATOR],
                 initial_alphabet=alphabet,
                 show_progress=False,
             ),
+        )
+        bpe.post_processor = processors.TemplateProcessing(
+            single="$A", pair=f"$A {SEPARATOR} $B", special_tokens=[(SEPARATOR, bpe.token_to_id(SEPARATOR))]
         )
         text = [bpe.to_str()]
     if _distributed():
         torch.distributed.broadcast_object_list(text)
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(text[0]), unk_token=UNKNOWN, eos_token=END, pad_token=END
+        tokenizer_object=Tokenizer.from_str(text[0]),
+        unk_token=UNKNOWN,
+        eos_token=END,
+        pad_token=END,
+        sep_token=SEPARATOR,
     )
 
 
@@ -322,6 +329,8 @@ def open_folder(path: Path) -> ModelFolder:
     Raises:
         ModelError: no such folder, no config.json in it, or an architecture for none of the tasks.
     """
+    if path.is_file():
+        raise ModelError(f"{path} is a file", hint=f"name its folder: {path.parent}")
     if not path.is_dir():
         raise ModelError(f"{path}: no such folder", hint="dstool train makes one")
     if not (path / "config.json").is_file():
