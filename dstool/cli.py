@@ -430,6 +430,8 @@ def infer(
     for prediction in result.predictions:
         if prediction.label is not None:
             out.text(f"{prediction.label}  {prediction.probability:.3f}  {prediction.text}")
+        elif prediction.value is not None:
+            out.text(f"{prediction.value:.3f}  {prediction.text}")
         else:
             out.text(f"{prediction.text}{prediction.generated}")
 

@@ -24,11 +24,14 @@ MAX_LENGTH = 512
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model makes of one text: a label with its probability, or the text that follows."""
+    """What the model makes of one text: a label with its probability, a number, or the text that follows."""
 
     text: str
     label: str | None = None
+    """The likeliest one, also where the model was trained to give several."""
     probability: float | None = None
+    value: float | None = None
+    """What a model of a single output says, such as a score."""
     generated: str | None = None
 
 
@@ -57,6 +60,7 @@ def infer(texts: Sequence[str], config: Config, *, model: Path | None = None) ->
     """
     _check_texts(texts)
     folder = models.open_folder(model or newest_model(config))
+    _check_outputs(folder)
     device = launch.accelerator()
     dtype = models.usable_dtype(config.infer.dtype, folder.config, device)
     tokenizer = load_tokenizer(folder)
@@ -82,6 +86,16 @@ def _check_texts(texts: Sequence[str]) -> None:
             text.encode()
         except UnicodeEncodeError as error:  # bytes of another encoding than the terminal's
             raise InputError(f"{text!r} is no Unicode text", hint="iconv -t UTF-8") from error
+
+
+def _check_outputs(folder: models.ModelFolder) -> None:
+    if folder.task == "text-classification" and folder.problem() == "regression":
+        count = folder.config.num_labels
+        if count > 1:
+            raise ModelError(
+                f"{folder.path} gives {count} numbers for each text, and no classes",
+                hint="name a classifier, or a model of a single output",
+            )
 
 
 def newest_model(config: Config) -> Path:
@@ -155,8 +169,13 @@ def _classify(
 ) -> Iterator[Prediction]:
     limit = models.length_limit(tokenizer, engine.module, settings.max_length or MAX_LENGTH)
     logits = engine(**_encode(texts, tokenizer, limit, engine)).logits.float()
-    best = _numbers(logits.softmax(dim=-1), folder).max(dim=-1)
-    names = folder.labels()
+    names, problem = folder.labels(), folder.problem()
+    if problem == "regression":
+        for text, values in zip(texts, _numbers(logits, folder).tolist(), strict=True):
+            yield Prediction(text, value=values[0])
+        return
+    chances = logits.sigmoid() if problem == "multi_label_classification" else logits.softmax(dim=-1)
+    best = _numbers(chances, folder).max(dim=-1)
     for text, probability, index in zip(texts, best.values.tolist(), best.indices.tolist(), strict=True):
         yield Prediction(text, label=names[index], probability=probability)
 

@@ -20,6 +20,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
+from dstool.checkpoint import layout
 from dstool.config import ModelSection, Task
 from dstool.errors import ModelError, NoDevice
 
@@ -322,6 +323,14 @@ class ModelFolder:
             return ()
         return tuple(str(self.config.id2label[index]) for index in sorted(self.config.id2label))
 
+    def problem(self) -> str:
+        """What a classifier's outputs are: of one class, of several, or a number (`config.problem_type`).
+
+        Where the config leaves it open, a single output is a number (loss/loss_utils.py, 5.24).
+        """
+        one = self.config.num_labels == 1
+        return str(self.config.problem_type or ("regression" if one else "single_label_classification"))
+
 
 def open_folder(path: Path) -> ModelFolder:
     """Read the config of the model in `path`.
@@ -378,13 +387,7 @@ def check_loading(path: Path, info: Mapping[str, Any]) -> None:
 
 def has_weights(path: Path) -> bool:
     """Whether `path` holds a model's weights in a form that `from_pretrained` reads."""
-    names = (
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-    )
-    return any((path / name).is_file() for name in names)
+    return layout.plain_weights(path) is not None
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -410,10 +413,10 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 def weight_files(path: Path) -> list[Path]:
     """The files that hold the weights of the model in `path`, in the order `from_pretrained` prefers."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
+    for name in layout.WEIGHT_FILES.values():
         if (path / name).is_file():
             return [path / name]
-        index = path / f"{name}.index.json"
+        index = path / f"{name}{layout.INDEX}"
         if index.is_file():
             names = _shards(index)
             lost = [shard for shard in names if not (path / shard).is_file()]
@@ -480,7 +483,7 @@ def copy_companions(source: Path, target: Path) -> None:
     """Copy what lies beside a model's weights: config, tokenizer, chat template, generation config."""
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
-            if file.is_file() and file.name not in NO_COMPANIONS and not file.name.endswith(".index.json"):
+            if file.is_file() and file.name not in NO_COMPANIONS and not file.name.endswith(layout.INDEX):
                 shutil.copyfile(file, target / file.name)
 
 

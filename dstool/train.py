@@ -29,7 +29,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from dstool import __version__, files, launch, log, models, preflight
 from dstool.checkpoint import layout
-from dstool.config import RUN_FILE, Config, dump, resolve
+from dstool.config import RUN_FILE, Config, Task, dump, resolve
 from dstool.data import batches
 from dstool.ds_config import read
 from dstool.errors import (
@@ -104,7 +104,7 @@ def train(
             _clear_earlier_run(args)
         with _explained_failures(args):
             outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-            metrics = _evaluate(trainer)
+            metrics = _evaluate(trainer, config.model.task)
             trainer.save_model()
             if config.train.save_fp32:
                 _save_fp32(trainer, Path(args.output_dir, "fp32"), stage)
@@ -446,15 +446,17 @@ def _classification_metrics(prediction: Any) -> dict[str, float]:
     }
 
 
-def _evaluate(trainer: Any) -> dict[str, float]:
-    """Loss with accuracy and F1, or with perplexity, on the held-out rows; empty when there are none."""
+def _evaluate(trainer: Any, task: Task) -> dict[str, float]:
+    """On the held-out rows: loss, with accuracy and F1 of a classifier that tells its predictions, or with
+    the perplexity of a language model; empty when there are none.
+    """
     if trainer.eval_dataset is None:
         return {}
     values = trainer.evaluate()
     metrics = {
         name: float(values[f"eval_{name}"]) for name in ("loss", "accuracy", "f1") if f"eval_{name}" in values
     }
-    if "accuracy" not in metrics:
+    if task == "causal-lm":
         metrics["perplexity"] = math.exp(min(metrics["loss"], 700.0))
     return metrics
 
