@@ -79,15 +79,15 @@ def load_splits(section: DataSection, task: Task, *, seed: int) -> Splits:
     columns = columns_for(section, task)
     train = _load(section.train, section, columns, section.hub_train_split)
     if section.eval is not None:
-        held_out = _load(section.eval, section, columns, section.hub_eval_split or "test")
+        splits = Splits(train, _load(section.eval, section, columns, section.hub_eval_split or "test"))
     elif section.hub_eval_split is not None:
-        held_out = _load(section.train, section, columns, section.hub_eval_split)
+        splits = Splits(train, _load(section.train, section, columns, section.hub_eval_split))
     elif section.eval_split:
-        return _split(train, section.eval_split, seed, by_label=columns.label is not None)
+        splits = _split(train, section.eval_split, seed, by_label=columns.label is not None)
     else:
-        return Splits(train, None)
-    _warn_of_overlap(train, held_out)
-    return Splits(train, held_out)
+        splits = Splits(train, None)
+    _warn_of_overlap(splits)
+    return splits
 
 
 def _split(rows: datasets.Dataset, fraction: float, seed: int, *, by_label: bool) -> Splits:
@@ -126,18 +126,18 @@ def _draw_by_label(rows: datasets.Dataset, count: int, draw: random.Random) -> l
     return [index for _, index in sorted(queue)[:count]]
 
 
-def _warn_of_overlap(train: datasets.Dataset, held_out: datasets.Dataset) -> None:
+def _warn_of_overlap(splits: Splits) -> None:
     """Warn, once for all ranks, where much of the held-out data is what the model trains on."""
-    if log.rank():
+    if splits.eval is None or log.rank():
         return
-    counts = Counter(map(hash, _texts(held_out)))
-    common = {key for key in map(hash, _texts(train)) if key in counts}
+    counts = Counter(map(hash, _texts(splits.eval)))
+    common = {key for key in map(hash, _texts(splits.train)) if key in counts}
     both = sum(counts[key] for key in common)
-    if both > len(held_out) * MUCH:
+    if both > len(splits.eval) * MUCH:
         logger.warning(
             "%d of %d held-out rows are also trained on, so the metrics will look better than they are",
             both,
-            len(held_out),
+            len(splits.eval),
         )
 
 

@@ -141,6 +141,10 @@ def test_held_out_rows_that_are_trained_on_are_said_once(
     assert len(caplog.messages) == bool(said)
     assert "".join(caplog.messages).startswith(said)
     caplog.clear()
+    write("twice.csv", "text,label", *["same,0", "same,1"] * 10)
+    batches.load_splits(DataSection(train="twice.csv", eval_split=0.5), "text-classification", seed=0)
+    assert caplog.messages[0].startswith("10 of 10 held-out rows")
+    caplog.clear()
     monkeypatch.setenv("RANK", "1")
     batches.load_splits(section, "text-classification", seed=0)
     assert not caplog.messages
