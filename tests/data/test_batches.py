@@ -111,6 +111,19 @@ def test_each_label_is_held_out_by_its_share_and_stays_in_training(write: Callab
         assert list(loaded.train["where"]) == sorted(loaded.train["where"], key=lambda at: int(at[6:]))
 
 
+@pytest.mark.parametrize("fraction", [0.5, 0.75, 0.95])
+def test_however_much_is_held_out_no_label_is_lost_to_training(
+    fraction: float, write: Callable[..., Path]
+) -> None:
+    names = ["common"] * 97 + ["pair"] * 2 + ["lone"]
+    write("a.csv", "text,label", *(f"text {n},{name}" for n, name in enumerate(names)))
+    section = DataSection(train="a.csv", eval_split=fraction)
+    loaded = batches.load_splits(section, "text-classification", seed=0)
+    assert loaded.eval is not None
+    assert len(loaded.eval) == round(100 * fraction)
+    assert batches.label_names(loaded) == ("common", "lone", "pair")
+
+
 def test_more_rows_than_the_labels_can_spare_are_not_held_out(write: Callable[..., Path]) -> None:
     write("a.csv", "text,label", "a,1", "b,1", "c,2", "d,3")
     with pytest.raises(DataError, match="holds out 2 of 4 rows, and 1 can be spared") as caught:
