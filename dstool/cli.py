@@ -549,9 +549,11 @@ def infer(
         out.result("", result)
         return
     for each in result.predictions:
+        second = f"  {each.text_pair}" if each.text_pair is not None else ""
         if each.label is not None:
-            second = f"  {each.text_pair}" if each.text_pair is not None else ""
             out.text(f"{each.label}  {each.probability:.3f}  {each.text}{second}")
+        elif each.value is not None:
+            out.text(f"{each.value:.3f}  {each.text}{second}")
         else:
             out.text(f"{each.text}{chr(10) if result.chat else ''}{each.generated}")
 

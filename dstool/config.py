@@ -32,6 +32,7 @@ RECORD = "run.json"
 
 Task = Literal["text-classification", "causal-lm"]
 Dtype = Literal["fp32", "bf16", "fp16"]
+Delimiter = Literal[",", ";", "\t", "|"]
 FileFormat = Literal["safetensors", "bin"]
 
 
@@ -70,6 +71,7 @@ class DataSection(_Section):
     text_pair_column: str | None = Field(None, description="the column with a second text, for pairs")
     label_column: str = Field("label", description="the column with the label (classification)")
     encoding: str = Field("utf-8", description="of csv, tsv, jsonl and text files; Korean files may be cp949")
+    delimiter: Delimiter = Field(",", description="between the columns of csv files")
     skip_bad_rows: bool = Field(
         False, description="leave out rows without text or label, instead of stopping"
     )

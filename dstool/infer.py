@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from dstool import launch, models
 from dstool.checkpoint import layout
@@ -27,12 +27,15 @@ MAX_LENGTH = 512
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model makes of one text: a label with its probability, or the text that follows."""
+    """What the model makes of one text: a label with its probability, a number, or the text that follows."""
 
     text: str
     text_pair: str | None = None
     label: str | None = None
+    """The likeliest one, also where the model was trained to give several."""
     probability: float | None = None
+    value: float | None = None
+    """What a model of a single output says, such as a score."""
     generated: str | None = None
 
 
@@ -86,6 +89,7 @@ def infer(
             f"{len(texts)} --text and {len(pairs)} --text-pair make no pairs", hint="give one for each"
         )
     folder = models.open_folder(model or newest_model(config))
+    _check_outputs(folder)
     device = launch.accelerator()
     dtype = models.usable_dtype(config.infer.dtype, folder.config, device)
     tokenizer = load_tokenizer(folder)
@@ -149,6 +153,16 @@ def _check_texts(texts: Sequence[str]) -> None:
             raise InputError(f"{text!r} is no Unicode text", hint="iconv -t UTF-8") from error
 
 
+def _check_outputs(folder: models.ModelFolder) -> None:
+    if folder.task == "text-classification" and folder.problem() == "regression":
+        count = folder.config.num_labels
+        if count > 1:
+            raise ModelError(
+                f"{folder.path} gives {count} numbers for each text, and no classes",
+                hint="name a classifier, or a model of a single output",
+            )
+
+
 def newest_model(config: Config) -> Path:
     """The model that the run file names, or the newest of what its run, consolidate and merge have written.
 
@@ -182,15 +196,9 @@ def load_tokenizer(folder: models.ModelFolder) -> Any:
 
     A generator continues the last token of a row, so that its padding has to stand before the text.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder.path)
-    except models.UNREADABLE as error:
-        raise ModelError(
-            f"{folder.path} has no usable tokenizer", hint="dstool merge copies it along"
-        ) from error
-    models.check_vocabulary(
-        tokenizer, folder.config, hint=f"put the model's own tokenizer into {folder.path}"
-    )
+    hint = f"put the model's own tokenizer into {folder.path}"
+    tokenizer = models.read_tokenizer(folder.path, hint=hint)
+    models.check_vocabulary(tokenizer, folder.config, hint=hint)
     tokenizer.padding_side = "left" if folder.task == "causal-lm" else "right"
     return models.ensure_pad_token(tokenizer)
 
@@ -259,11 +267,16 @@ def _numbers(values: torch.Tensor, folder: models.ModelFolder) -> torch.Tensor:
 
 @torch.inference_mode()
 def _classify(work: _Work, texts: Sequence[str], pairs: Sequence[str] | None) -> Iterator[Prediction]:
-    limit = models.length_limit(work.tokenizer, work.folder.config, work.settings.max_length or MAX_LENGTH)
+    limit = models.length_limit(work.tokenizer, work.engine.module, work.settings.max_length or MAX_LENGTH)
     logits = work.engine(**_encode(work, texts, pairs, limit)).logits.float()
-    best = _numbers(logits.softmax(dim=-1), work.folder).max(dim=-1)
-    names = work.folder.labels()
+    names, problem = work.folder.labels(), work.folder.problem()
     seconds: Sequence[str | None] = pairs or [None] * len(texts)
+    if problem == "regression":
+        for text, second, values in zip(texts, seconds, _numbers(logits, work.folder).tolist(), strict=True):
+            yield Prediction(text, second, value=values[0])
+        return
+    chances = logits.sigmoid() if problem == "multi_label_classification" else logits.softmax(dim=-1)
+    best = _numbers(chances, work.folder).max(dim=-1)
     for text, second, probability, index in zip(
         texts, seconds, best.values.tolist(), best.indices.tolist(), strict=True
     ):
@@ -273,7 +286,7 @@ def _classify(work: _Work, texts: Sequence[str], pairs: Sequence[str] | None) ->
 @torch.inference_mode()
 def _continue(work: _Work, texts: Sequence[str], _: Sequence[str] | None) -> Iterator[Prediction]:
     tokenizer, folder, settings = work.tokenizer, work.folder, work.settings
-    positions = models.length_limit(tokenizer, folder.config, 1 << 30)
+    positions = models.length_limit(tokenizer, work.engine.module, 1 << 30)
     room = min(positions - settings.max_new_tokens, settings.max_length or positions)
     if room < 1:
         raise InputError(

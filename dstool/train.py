@@ -34,7 +34,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from dstool import __version__, files, launch, log, models, preflight
 from dstool.checkpoint import layout
-from dstool.config import RECORD, RUN_FILE, Config, dump, resolve, without_secrets
+from dstool.config import RECORD, RUN_FILE, Config, Task, dump, resolve, without_secrets
 from dstool.console import plain
 from dstool.data import batches
 from dstool.ds_config import read
@@ -118,7 +118,7 @@ def train(
             train_loss = _fit(trainer, checkpoint)
             if earlier and steps.nothing_left:
                 return _as_it_is(earlier)
-            metrics = _evaluate(trainer)
+            metrics = _evaluate(trainer, config.model.task)
             _save_model(trainer)
             if config.train.save_fp32:
                 _save_fp32(trainer, Path(args.output_dir, "fp32"), stage)
@@ -486,7 +486,7 @@ def _classification(
     # Trainer takes a forward with **kwargs for one that divides by the whole batch's count of labels, and
     # multiplies the loss by the ranks to match (trainer.py, 5.24); a classifier's loss is a plain mean.
     model.accepts_loss_kwargs = False
-    limit = models.length_limit(tokenizer, model.config, config.data.max_length or MAX_LENGTH)
+    limit = models.length_limit(tokenizer, model, config.data.max_length or MAX_LENGTH)
     tokenizer.padding_side = "right"
 
     def encode(rows: Any) -> Any:
@@ -506,7 +506,7 @@ def _language_modelling(
     config: Config, args: TrainingArguments, splits: batches.Splits, tokenizer: Any
 ) -> dict[str, Any]:
     model = models.load_model(config.model, tokenizer, labels=None, dtype=_dtype(args))
-    block_size = models.length_limit(tokenizer, model.config, config.data.block_size or BLOCK_SIZE)
+    block_size = models.length_limit(tokenizer, model, config.data.block_size or BLOCK_SIZE)
     if config.data.block_size and block_size < config.data.block_size:
         raise ConfigError(
             f"data.block_size {config.data.block_size} is more than the model's {block_size} positions",
@@ -564,15 +564,17 @@ def _best(trainer: Any) -> str | None:
     return Path(best).name if best else None
 
 
-def _evaluate(trainer: Any) -> dict[str, float]:
-    """Loss with accuracy and F1, or with perplexity, on the held-out rows; empty when there are none."""
+def _evaluate(trainer: Any, task: Task) -> dict[str, float]:
+    """On the held-out rows: loss, with accuracy and F1 of a classifier that tells its predictions, or with
+    the perplexity of a language model; empty when there are none.
+    """
     if trainer.eval_dataset is None:
         return {}
     values = trainer.evaluate()
     metrics = {
         name: float(values[f"eval_{name}"]) for name in ("loss", "accuracy", "f1") if f"eval_{name}" in values
     }
-    if "accuracy" not in metrics:
+    if task == "causal-lm":
         metrics["perplexity"] = math.exp(min(metrics["loss"], 700.0))
     return metrics
 

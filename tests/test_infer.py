@@ -106,6 +106,49 @@ def test_I14_a_batch_of_texts_of_unequal_length_equals_plain_transformers_one_by
     assert (result.model, result.device, result.dtype) == (folder, "cpu", "fp32")
 
 
+SEVERAL = {"problem_type": "multi_label_classification"}
+ONE = {"id2label": {0: "score"}, "label2id": {"score": 0}}
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (SEVERAL, "several"),
+        ({**SEVERAL, **ONE}, "several"),
+        (ONE, "number"),
+        ({**ONE, "problem_type": "regression"}, "number"),
+    ],
+)
+def test_what_the_outputs_mean_is_the_models_own(
+    options: dict[str, Any], problem: str, classifier: Callable[..., Path]
+) -> None:
+    folder = classifier("bert", **options)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    for each in ask(folder).predictions:
+        with torch.no_grad():
+            logits = model(**tokenizer(each.text, return_tensors="pt")).logits[0]
+        if problem == "several":
+            assert each.probability == pytest.approx(float(logits.sigmoid().max()), abs=1e-5)
+            assert (each.label, each.value) == (model.config.id2label[int(logits.argmax())], None)
+        else:
+            assert (each.label, each.probability) == (None, None)
+            assert each.value == pytest.approx(float(logits[0]), abs=1e-5)
+
+
+def test_several_numbers_are_refused(classifier: Callable[..., Path]) -> None:
+    folder = classifier("bert", problem_type="regression")
+    assert "gives 3 numbers" in refusal(ModelError, folder).message
+
+
+def test_a_number_is_shown_beside_its_text(
+    classifier: Callable[..., Path], here: Path, command: Callable[..., Any]
+) -> None:
+    folder = classifier("bert", **ONE)
+    done = command("dstool", "infer", "--model", str(folder), "--text", TEXTS[0], cwd=here)
+    assert done.out == f"{ask(folder, TEXTS[0]).predictions[0].value:.3f}  {TEXTS[0]}\n"
+
+
 @pytest.mark.distributed
 def test_a_trained_model_says_what_the_pipeline_says(trained: Path) -> None:
     result = ask(trained / "out")
@@ -384,8 +427,9 @@ def lose_tokenizer(folder: Path) -> None:
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "no such folder"),
+    "a file": (lambda folder: (shutil.rmtree(folder), folder.touch()), "is a file"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-    "no tokenizer": (lose_tokenizer, "has no usable tokenizer"),
+    "no tokenizer": (lose_tokenizer, "no tokenizer in the folder"),
     "tokens beyond the rows": (add_tokens, "the tokenizer has 301 tokens, the model's vocab_size is 300"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "the model cannot be loaded"),
     "an empty file": (
@@ -478,6 +522,7 @@ def test_json_is_one_object(llama: Path, here: Path, command: Callable[..., Any]
                 "text_pair": None,
                 "label": None,
                 "probability": None,
+                "value": None,
                 "generated": ask(llama, TEXTS[3]).predictions[0].generated,
             }
         ],

@@ -149,6 +149,11 @@ def test_pairs_of_texts_are_encoded_together(
     assert result.steps == 2
 
 
+def test_a_classifier_has_no_perplexity(train_here: Callable[..., Any]) -> None:
+    """Told to predict nothing but the loss, Trainer has no accuracy to give."""
+    assert list(train_here("train.prediction_loss_only=true", *SHORT).metrics) == ["loss"]
+
+
 def test_D08_gpt2_without_a_padding_token_classifies(
     tiny: Callable[..., Path], train_here: Callable[..., Any], reviews: Any
 ) -> None:

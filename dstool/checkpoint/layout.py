@@ -34,13 +34,11 @@ logger = logging.getLogger("dstool.checkpoint")
 
 LATEST = "latest"
 SWAP_FOLDER = "offloaded_tensors"
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    "adapter_model.safetensors",
-)
+WEIGHT_FILES: Mapping[str, str] = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}
+"""A model's whole weights by their format, in the order that `from_pretrained` prefers."""
+INDEX = ".index.json"
+"""Follows the name of a weight file, and says which shards stand for it."""
+ADAPTER_FILE = "adapter_model.safetensors"
 
 _RUN_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -174,6 +172,12 @@ def is_checkpoint(path: Path) -> bool:
 def ranks(count: int) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{count} rank{'s' if count != 1 else ''}"
+
+
+def plain_weights(path: Path) -> str | None:
+    """The name of the weight file, or of the index of its shards, that `from_pretrained` reads in `path`."""
+    names = (name for each in WEIGHT_FILES.values() for name in (each, each + INDEX))
+    return next((name for name in names if (path / name).is_file()), None)
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -557,8 +561,8 @@ def _not_a_folder(path: Path) -> CheckpointError:
 
 def _nothing_in(path: Path) -> CheckpointError:
     looked = f"`{LATEST}`, global_step*/ and checkpoint-*/"
-    if weights := next((name for name in WEIGHT_FILES if (path / name).is_file()), None):
-        adapter = weights.startswith("adapter")
+    adapter = (path / ADAPTER_FILE).is_file() and not plain_weights(path)
+    if weights := ADAPTER_FILE if adapter else plain_weights(path):
         return CheckpointError(
             f"{path} holds {weights} and no ZeRO state ({looked}): these are already plain weights",
             hint="peft loads an adapter as it is" if adapter else f"dstool merge --input-dir {typed(path)}",

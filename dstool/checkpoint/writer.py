@@ -16,14 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dstool import files
+from dstool.checkpoint import layout
 from dstool.errors import CheckpointError, ConfigError, EnvironmentUnfit
 
 Format = Literal["safetensors", "bin"]
 
-PATTERNS: Mapping[Format, str] = {
-    "safetensors": "model{suffix}.safetensors",
-    "bin": "pytorch_model{suffix}.bin",
-}
 WEIGHT_PATTERNS = (
     "model.safetensors",
     "model-*-of-*.safetensors",
@@ -75,9 +72,8 @@ def write_weights(
     limit = parse_size(max_shard_size)
     names = _stored_names(state)
     planned = {name: _planned(state[name], dtype) for name in names}
-    split = split_torch_state_dict_into_shards(
-        planned, filename_pattern=PATTERNS[file_format], max_shard_size=limit
-    )
+    pattern = layout.WEIGHT_FILES[file_format].replace(".", "{suffix}.")
+    split = split_torch_state_dict_into_shards(planned, filename_pattern=pattern, max_shard_size=limit)
     _check_room(folder, sum(each.nbytes for each in planned.values()))
     written = list(split.filename_to_tensors)
     for file, members in split.filename_to_tensors.items():
@@ -157,7 +153,7 @@ def _save(shard: dict[str, torch.Tensor], file: Path, file_format: Format) -> No
 
 
 def _write_index(index: Mapping[str, Any], folder: Path, file_format: Format) -> str:
-    name = PATTERNS[file_format].format(suffix="") + ".index.json"
+    name = layout.WEIGHT_FILES[file_format] + layout.INDEX
     (folder / name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return name
 
