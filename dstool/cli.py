@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,7 +21,15 @@ from typer.core import TyperGroup
 from dstool import __version__, launch, log
 from dstool.console import Console, StepProgress
 from dstool.ds_config.options import OptimizerName, SchedulerName
-from dstool.errors import ConfigError, DstoolError, InputError, RankFailed
+from dstool.errors import (
+    ConfigError,
+    DstoolError,
+    EnvironmentUnfit,
+    InputError,
+    RankCrashed,
+    RankFailed,
+)
+from dstool.files import in_run, typed
 
 out = Console()
 
@@ -56,8 +63,9 @@ def _fail(error: DstoolError) -> int:
     if launch.reports_to_parent():
         launch.report_error(error)
         return error.exit_code
-    if log.rank() and isinstance(error, ConfigError | InputError):
-        # Every rank reads the same files and finds the same fault: rank 0 says it, and its end ends this one.
+    if log.rank() and isinstance(error, ConfigError | InputError | EnvironmentUnfit):
+        # Every rank reads the same files, most often on the same machine, and finds the same fault: rank 0
+        # says it, and its end ends this one.
         time.sleep(OTHERS_SECONDS)
     out.error(error)
     return error.exit_code
@@ -71,7 +79,7 @@ def _crash(error: Exception) -> int:
     traceback.print_exception(error)
     if launch.reports_to_parent():
         launch.report_error(
-            RankFailed(
+            RankCrashed(
                 f"rank {log.rank()} ended with {type(error).__name__}: {error}",
                 hint="see the traceback above",
             )
@@ -113,12 +121,13 @@ def root(
 
 ConfigOpt = Annotated[
     Path | None,
-    typer.Option("--config", "-c", help="The run file. [default: dstool.yaml]", show_default=False),
+    typer.Option("--config", "-c", help="The run file; by default dstool.yaml.", show_default=False),
 ]
 Words = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values over those of the run file.")
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values over those of the run file.")
 ]
 ForceOpt = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")]
+ReplaceOpt = Annotated[bool, typer.Option("--force", help="Replace a model that is there.")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 DtypeOpt = Annotated[Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="The type of the weights.")]
 ShardOpt = Annotated[str | None, typer.Option(help="The largest file written, for example 2GB.")]
@@ -258,7 +267,7 @@ def init_config(
         out.text(verb.json_alone(options)[:-1])
         return
     result = verb.init_config(options, Path(output), model=model, data=data, task=task, force=force)
-    other = f" deepspeed={shlex.quote(_typed(Path(output)))}" if result.named else ""
+    other = f" deepspeed={typed(Path(output))}" if result.named else ""
     out.result("Initialised", result, next_command=f"dstool train{other}")
 
 
@@ -266,7 +275,7 @@ def init_config(
 def check(
     path: Annotated[
         Path | None,
-        typer.Argument(metavar="[DS_CONFIG]", help="The DeepSpeed JSON, or else that of the run file."),
+        typer.Argument(metavar="DS_CONFIG", help="The DeepSpeed JSON, or else that of the run file."),
     ] = None,
     config: ConfigOpt = None,
     world_size: Annotated[
@@ -285,7 +294,7 @@ def check(
     if as_json:
         out.result("", result)
     else:
-        out.text("\n".join(verb.report(result, _typed(result.file))))
+        out.text("\n".join(verb.report(result, _near(result.file))))
     if result.errors:
         raise typer.Exit(ConfigError.exit_code)
 
@@ -293,11 +302,14 @@ def check(
 @app.command()
 def explain(
     name: Annotated[
-        str | None, typer.Argument(help="A key of the JSON, any part of one, or a topic. [default: a list]")
+        str | None,
+        typer.Argument(
+            metavar="NAME", help="A key of the JSON, any part of one, or a topic; without: a list."
+        ),
     ] = None,
     lang: Annotated[
         Literal["en", "ko"] | None,
-        typer.Option(help="The language. [default: that of the locale]", show_default=False),
+        typer.Option(help="The language; by default that of the locale.", show_default=False),
     ] = None,
     as_json: JsonOpt = False,
 ) -> None:
@@ -344,7 +356,7 @@ def train(
         flags += ["--force"] if force else []
         preflight.check(loaded.config, may_exist=force or resume)
         result = launch.run(["train", *flags, "--", *(words or ())], num_gpus=num_gpus, include=include)
-        _show_trained(result)
+        _show_trained(result, config)
         return
     from dstool.train import train as run
 
@@ -357,7 +369,7 @@ def train(
     if launch.reports_to_parent():
         launch.report_result(asdict(trained))
     elif log.rank() == 0:
-        _show_trained(asdict(trained))
+        _show_trained(asdict(trained), config)
 
 
 def _show_config(rows: list[tuple[str, Any, str]]) -> None:
@@ -370,18 +382,23 @@ def _show_config(rows: list[tuple[str, Any, str]]) -> None:
         out.text(f"{line:<{width}}  # {origin}")
 
 
-def _show_trained(result: dict[str, Any]) -> None:
-    last = result["checkpoints"][-1] if result["checkpoints"] else None
-    result["output_dir"] = Path(result["output_dir"])
-    out.result(
-        "Trained", result, next_command=f"dstool consolidate {last}" if last else 'dstool infer --text "..."'
-    )
+def _show_trained(result: dict[str, Any], config: Path | None) -> None:
+    """Show the result, and what to do next with the checkpoint that holds what the run ends with."""
+    result["output_dir"] = folder = Path(result["output_dir"])
+    last = result["best"] or next(reversed(result["checkpoints"]), None)
+    following = f"dstool consolidate {_typed(folder / last)}" if last else _infer(folder)
+    out.result("Trained", result, next_command=following + _with(config))
 
 
 @app.command()
 def consolidate(
-    checkpoint: Annotated[
-        Path | None, typer.Argument(help="A checkpoint-N or global_stepN folder, or a run's folder.")
+    given: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CHECKPOINT] [KEY=VALUE",
+            help="A checkpoint-N or global_stepN folder, or a run's folder; and values over those of the run "
+            "file.",
+        ),
     ] = None,
     output_dir: Annotated[
         Path | None, typer.Option("--output-dir", "-o", help="Where the weights go.")
@@ -392,7 +409,7 @@ def consolidate(
     ] = None,
     max_shard_size: ShardOpt = None,
     config: ConfigOpt = None,
-    force: ForceOpt = False,
+    force: ReplaceOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
     """Gather the shards of a ZeRO checkpoint into one set of weights."""
@@ -405,8 +422,10 @@ def consolidate(
         "output_dir": output_dir,
     }
     flags = {f"consolidate.{key}": value and str(value) for key, value in flags.items()}
-    settings = load(config, flags=flags, required=False).config
-    source = find_input(checkpoint, Path(settings.train.output_dir))
+    checkpoint, words = _checkpoint_and_words(given or ())
+    settings = load(config, words=words, flags=flags, required=False).config
+    run_dir = Path(settings.train.output_dir)
+    source = in_run(checkpoint, run_dir) if checkpoint else run_dir
     target = settings.consolidate.output_dir
 
     def work() -> Any:
@@ -421,16 +440,12 @@ def consolidate(
             force=force,
         )
 
-    _once(
-        work,
-        "Consolidated",
-        as_json,
-        lambda result: f'dstool infer --model {_typed(result.output_dir)} --text "..."',
-    )
+    _once(work, "Consolidated", as_json, lambda result: _infer(result.output_dir) + _with(config))
 
 
 @app.command()
 def merge(
+    words: Words = None,
     input_dir: Annotated[
         Path | None, typer.Option(help="A checkpoint, a run's folder or a model folder.")
     ] = None,
@@ -440,10 +455,16 @@ def merge(
     zero_stage: Annotated[
         int | None, typer.Option(min=0, max=3, help="Refuse a checkpoint of another ZeRO stage.")
     ] = None,
-    dtype: DtypeOpt = None,
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option(
+            help="The type of the weights. fp32 of a 16-bit run is that of the checkpoint of its last step, "
+            "where there is one."
+        ),
+    ] = None,
     max_shard_size: ShardOpt = None,
     config: ConfigOpt = None,
-    force: ForceOpt = False,
+    force: ReplaceOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
     """Make a folder that from_pretrained loads: weights, config, tokenizer, labels."""
@@ -455,13 +476,12 @@ def merge(
         "dtype": dtype,
         "max_shard_size": max_shard_size,
     }
-    settings = load(
-        config, flags={f"merge.{key}": value and str(value) for key, value in flags.items()}, required=False
-    )
+    flags = {f"merge.{key}": value and str(value) for key, value in flags.items()}
+    settings = load(config, words=words or (), flags=flags, required=False)
     section, run_dir = settings.config.merge, Path(settings.config.train.output_dir)
     if section.output_dir is None:
         raise ConfigError("merge needs a place for the model", hint="--output-dir DIR")
-    source = find_input(Path(section.input_dir) if section.input_dir else None, run_dir)
+    source = in_run(Path(section.input_dir), run_dir) if section.input_dir else run_dir
     target = Path(section.output_dir)
 
     def work() -> Any:
@@ -476,12 +496,7 @@ def merge(
             force=force,
         )
 
-    _once(
-        work,
-        "Merged",
-        as_json,
-        lambda result: f'dstool infer --model {_typed(result.output_dir)} --text "..."',
-    )
+    _once(work, "Merged", as_json, lambda result: _infer(result.output_dir) + _with(config))
 
 
 @app.command()
@@ -490,9 +505,22 @@ def infer(
     text: Annotated[
         list[str] | None, typer.Option("--text", "-t", help="A text; may be given again.")
     ] = None,
+    text_pair: Annotated[
+        list[str] | None,
+        typer.Option(help="The second text of a pair, for a classifier of pairs; one for each --text."),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Put each text into the chat template, or not; by default where the run was trained on "
+            "messages.",
+            show_default=False,
+        ),
+    ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(help="A model folder. [default: the run's newest weights]", show_default=False),
+        typer.Option(help="A model folder; by default the run's newest weights.", show_default=False),
     ] = None,
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="The type to compute in.")
@@ -506,7 +534,7 @@ def infer(
     """Classify texts, or continue them, whichever the model is for."""
     from dstool.config import load
 
-    flags = {"infer.dtype": dtype, "infer.max_new_tokens": max_new_tokens}
+    flags = {"infer.dtype": dtype, "infer.max_new_tokens": max_new_tokens, "infer.chat": chat}
     loaded = load(config, words=words or (), flags=flags, required=model is None)
     out.as_json = as_json
     if log.rank():
@@ -516,26 +544,35 @@ def infer(
     from dstool.infer import infer as run
 
     with out.guard_stdout():
-        result = run(text, loaded.config, model=model)
+        result = run(text, loaded.config, model=model, pairs=text_pair)
     if as_json:
         out.result("", result)
         return
-    for prediction in result.predictions:
-        if prediction.label is not None:
-            out.text(f"{prediction.label}  {prediction.probability:.3f}  {prediction.text}")
+    for each in result.predictions:
+        second = f"  {each.text_pair}" if each.text_pair is not None else ""
+        if each.label is not None:
+            out.text(f"{each.label}  {each.probability:.3f}  {each.text}{second}")
+        elif each.value is not None:
+            out.text(f"{each.value:.3f}  {each.text}{second}")
         else:
-            out.text(f"{prediction.text}{prediction.generated}")
+            out.text(f"{each.text}{chr(10) if result.chat else ''}{each.generated}")
 
 
 # --- what several commands do ------------------------------------------------------------------------
 
 
-def find_input(path: Path | None, run_dir: Path) -> Path:
-    """`path`, or where that is not here the same name in the run's folder; without a path, that folder."""
-    if path is None:
-        return run_dir
-    below = run_dir / path
-    return below if not path.exists() and not path.is_absolute() and below.exists() else path
+def _checkpoint_and_words(given: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """A checkpoint's folder, where one is named, and the KEY=VALUE words, told apart by their form."""
+    from dstool.config import is_word
+
+    words = [text for text in given if is_word(text) and not Path(text).exists()]
+    paths = [text for text in given if text not in words]
+    if len(paths) > 1:
+        raise ConfigError(
+            f"{' and '.join(paths)} are {len(paths)} checkpoints, and one is consolidated at a time",
+            hint=f"dstool consolidate {typed(paths[0])}",
+        )
+    return Path(paths[0]) if paths else None, words
 
 
 def _once(work: Callable[[], Any], title: str, as_json: bool, next_command: Callable[[Any], str]) -> None:
@@ -548,5 +585,18 @@ def _once(work: Callable[[], Any], title: str, as_json: bool, next_command: Call
     out.result(title, result, next_command=next_command(result))
 
 
-def _typed(path: Path) -> str:
+def _near(path: Path) -> str:
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _typed(path: Path) -> str:
+    return typed(_near(path))
+
+
+def _infer(model: Path) -> str:
+    return f'dstool infer --model {_typed(model)} --text "..."'
+
+
+def _with(config: Path | None) -> str:
+    """The option that names the run file once more, where it was named."""
+    return f" --config {typed(config)}" if config else ""

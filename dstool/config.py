@@ -26,9 +26,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from dstool.errors import ConfigError, MissingDependency
 
 RUN_FILE = "dstool.yaml"
+COMMAND_LINE = "command line"
+RECORD = "run.json"
+"""What a finished run leaves beside its weights: the result, and the versions that made it."""
 
 Task = Literal["text-classification", "causal-lm"]
 Dtype = Literal["fp32", "bf16", "fp16"]
+Delimiter = Literal[",", ";", "\t", "|"]
 FileFormat = Literal["safetensors", "bin"]
 
 
@@ -67,6 +71,7 @@ class DataSection(_Section):
     text_pair_column: str | None = Field(None, description="the column with a second text, for pairs")
     label_column: str = Field("label", description="the column with the label (classification)")
     encoding: str = Field("utf-8", description="of csv, tsv, jsonl and text files; Korean files may be cp949")
+    delimiter: Delimiter = Field(",", description="between the columns of csv files")
     skip_bad_rows: bool = Field(
         False, description="leave out rows without text or label, instead of stopping"
     )
@@ -120,6 +125,10 @@ class InferSection(_Section):
     temperature: float = Field(1.0, gt=0, description="of the sampling")
     top_p: float = Field(1.0, gt=0, le=1, description="sample among the likeliest tokens of this mass")
     seed: int = Field(42, description="of the sampling")
+    chat: bool | None = Field(
+        None,
+        description="put each text into the chat template; default: where the run was trained on messages",
+    )
 
 
 class Config(_Section):
@@ -173,13 +182,18 @@ def load(
     for word in words:
         key, value = _parse_word(word)
         _put(values, key, value)
-        sources[key] = "command line"
+        sources = {**_outside(sources, key), key: COMMAND_LINE}
     for key, value in (flags or {}).items():
         if value is not None:
             _put(values, key, value)
-            sources[key] = f"--{key.rpartition('.')[2].replace('_', '-')}"
+            sources = {**_outside(sources, key), key: f"--{key.rpartition('.')[2].replace('_', '-')}"}
     config = _validate(values, str(file or RUN_FILE), sources)
     return Loaded(config, file, sources)
+
+
+def _outside(sources: Mapping[str, str], key: str) -> dict[str, str]:
+    """`sources` without those of the keys below `key`, which has a new value as a whole."""
+    return {name: source for name, source in sources.items() if not name.startswith(f"{key}.")}
 
 
 def _find_run_file(path: Path | str | None, *, required: bool) -> Path | None:
@@ -263,6 +277,7 @@ _PATHS_OR_NAMES = (
     "data.eval",
     "merge.input_dir",
     "infer.model",
+    "train.resume_from_checkpoint",
 )
 _PATHS = ("deepspeed", "train.output_dir", "consolidate.output_dir", "merge.output_dir")
 
@@ -298,6 +313,11 @@ for _class in (_Loader, _Dumper):
         re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
         list("-+.0123456789"),
     )
+
+
+def is_word(text: str) -> bool:
+    """Whether `text` is meant as `section.key=value`, rather than as a path."""
+    return bool(re.match(r"[A-Za-z_]\w*(\.[\w-]+)*=", text))
 
 
 def _parse_word(word: str) -> tuple[str, Any]:
@@ -341,7 +361,8 @@ def _validate(values: Mapping[str, Any], file: str, sources: Mapping[str, str]) 
         problems = {_key_of(item["loc"]): item for item in error.errors()}
         lines = [_problem(key, item, file, sources) for key, item in problems.items()]
         places = dict.fromkeys(line.partition(": ")[0] for line in lines)
-        raise ConfigError("\n".join(lines), hint=f"correct {', '.join(places)}") from None
+        named = ["the command line" if place == COMMAND_LINE else place for place in places]
+        raise ConfigError("\n".join(lines), hint=f"correct {' and '.join(named)}") from None
 
 
 def _key_of(location: tuple[int | str, ...]) -> tuple[str, ...]:
@@ -482,15 +503,53 @@ def resolve(config: Config) -> Config:
     return _config_model().model_validate(values)
 
 
+_SECRET = re.compile(r"(?:.*_)?(?:token|api_key|password|secret)")
+"""The names of `train:` and of a monitor in the JSON whose values are for nobody's eyes (hub_token, ...)."""
+
+
+def without_secrets(config: Config) -> Config:
+    """The same config without tokens and passwords, for a file that is shared along with the weights."""
+    values = config.model_dump(mode="json", exclude_unset=True)
+    for section in ("train", "deepspeed"):
+        _drop_secrets(values.get(section))
+    return _config_model().model_validate(values)
+
+
+def _drop_secrets(values: Any) -> None:
+    if isinstance(values, dict):
+        for name in [name for name in values if _SECRET.fullmatch(name)]:
+            del values[name]
+        for value in values.values():
+            _drop_secrets(value)
+
+
 def explain(loaded: Loaded) -> list[tuple[str, Any, str]]:
-    """Every key that has a value, with the value and where it came from."""
+    """Every key that has a value, with the value and where it came from. Secrets are shown as stars."""
     values = yaml.load(dump(loaded.config), Loader=_Loader)  # noqa: S506 - a SafeLoader
     return [
-        (key, value, loaded.sources.get(key, "default"))
+        (key, _starred(key, value), _origin(key, loaded.sources))
         for section, content in values.items()
-        for key, value in (
-            ((f"{section}.{name}", value) for name, value in content.items())
-            if isinstance(content, dict) and section != "deepspeed"
-            else ((section, content),)
-        )
+        for key, value in _leaves(section, content)
     ]
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The dotted keys below `key` that hold no mapping, or an empty one."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key, value
+
+
+def _starred(key: str, value: Any) -> Any:
+    secret = key.startswith(("train.", "deepspeed.")) and _SECRET.fullmatch(key.rpartition(".")[2])
+    return "***" if secret else value
+
+
+def _origin(key: str, sources: Mapping[str, str]) -> str:
+    """Where the key was given, or the mapping around it that was given as a whole."""
+    while key not in sources and "." in key:
+        key = key.rpartition(".")[0]
+    whole = "." in key or key == "deepspeed"  # of any other section, the line of its name says nothing
+    return sources.get(key, "default") if whole else "default"

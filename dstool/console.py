@@ -27,7 +27,7 @@ class Console:
         """Show a frozen dataclass (or the mapping of one): a heading with a line for each field."""
         values = dict(result) if isinstance(result, Mapping) else dataclasses.asdict(result)
         if self.as_json:
-            self._print(json.dumps(_plain(values), ensure_ascii=False, allow_nan=False))
+            self._print(json.dumps(plain(values), ensure_ascii=False, allow_nan=False))
             return
         self._print(title)
         units = _units(result)
@@ -151,12 +151,12 @@ def _near(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """`value` as JSON has it: absolute paths as text, and no NaN."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return str(value.absolute()) if isinstance(value, Path) else value

@@ -9,7 +9,7 @@ from pathlib import Path
 from dstool import files, models
 from dstool.checkpoint import assemble, layout, writer
 from dstool.config import Dtype, FileFormat
-from dstool.errors import InputError
+from dstool.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,19 @@ def consolidate(
         checkpoint: a checkpoint-N or global_stepN folder, or a run's output folder (its newest checkpoint).
         output_dir: by default `consolidated/NAME` in the run's folder.
         dtype: of the floating-point weights; integer buffers keep theirs.
-        force: replace what is in `output_dir`.
+        force: replace the model that is in `output_dir`.
 
     Raises:
         CheckpointError: no checkpoint, an incomplete one, or of a kind that cannot be gathered.
-        ConfigError: `output_dir` exists, or the shard size cannot be read.
+        ConfigError: `output_dir` exists (and with `force`: is no model), lies in a checkpoint or holds
+            this one; or the shard size cannot be read.
     """
     started = time.monotonic()
+    writer.parse_size(max_shard_size)
     found = layout.find(checkpoint)
     target = output_dir or default_output(found)
     refuse_overlap(found, target)
-    files.refuse_existing(target, force=force)
+    files.refuse_replacing(target, (*models.COMPANIONS, *writer.WEIGHT_PATTERNS), force=force)
     state = assemble.fp32_state_dict(found)
     with files.new_folder(target, force=force) as temporary:
         written = writer.write_weights(
@@ -89,12 +91,8 @@ def default_output(found: layout.ZeroCheckpoint) -> Path:
 
 
 def refuse_overlap(found: layout.ZeroCheckpoint, target: Path) -> None:
-    """Refuse to write into the checkpoint, where older 16-bit weights lie that loaders would prefer.
-
-    And to replace a folder that holds it, such as the run's.
-    """
-    root, place = found.root.resolve(), target.resolve()
-    if place.is_relative_to(root):
-        raise InputError(f"{target} lies in the checkpoint itself", hint=f"-o {default_output(found)}")
-    if root.is_relative_to(place):
-        raise InputError(f"{target} holds the checkpoint itself", hint=f"-o {default_output(found)}")
+    """Raise `ConfigError` for a target in a checkpoint, or one that holds this one (the run's folder)."""
+    hint = f"-o {files.typed(default_output(found))}"
+    layout.refuse_inside(target, hint)
+    if found.root.resolve().is_relative_to(target.resolve()):
+        raise ConfigError(f"{target} holds the checkpoint itself", hint=hint)

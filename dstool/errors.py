@@ -1,6 +1,7 @@
 """Every failure that dstool expects, with the exit code it ends in.
 
     DstoolError                 1   never raised itself
+    ├── RankCrashed             1   a bug, in a process that was launched
     ├── ConfigError             2   a bad run file, DeepSpeed JSON or flag
     ├── InputError              3   what the user gave is missing or broken
     │   ├── ModelError
@@ -30,6 +31,10 @@ class DstoolError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+
+class RankCrashed(DstoolError):
+    """One of the launched processes met a bug, whose traceback it has shown."""
 
 
 class ConfigError(DstoolError):

@@ -7,10 +7,14 @@ killed process leaves behind starts with `.tmp-` and is never taken for a result
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
+import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 from dstool.errors import ConfigError
@@ -46,13 +50,63 @@ def refuse_existing(*paths: Path, force: bool) -> None:
             raise ConfigError(f"{path} exists", hint="--force overwrites it, or choose another name")
 
 
+def refuse_replacing(target: Path, ours: Collection[str], *, force: bool) -> None:
+    """Raise `ConfigError` unless `target` is free, or `force` is given and it looks like what we write.
+
+    That is a folder of files alone, each of a name that fits one of the glob patterns in `ours`. Anything
+    else in it (the checkpoints of a run, somebody's notes) would be gone for good.
+    """
+    refuse_existing(target, force=force)
+    if target.is_dir() and Path.cwd().is_relative_to(target.resolve()):
+        raise ConfigError(
+            f"{target} is the current folder, or holds it: it cannot be replaced",
+            hint="name a new folder",
+        )
+    foreign = _foreign(target, ours) if target.is_dir() else target if occupied(target) else None
+    if foreign is not None:
+        raise ConfigError(
+            f"{foreign} is nothing that dstool wrote with a model, and --force would remove it",
+            hint="choose another name, or remove it yourself",
+        )
+
+
+def _foreign(folder: Path, ours: Collection[str]) -> Path | None:
+    """The first entry of `folder` that is none of `ours`."""
+    for entry in sorted(folder.iterdir()):
+        known = any(fnmatch(entry.name, pattern) for pattern in ours) and entry.is_file()
+        if not known and not entry.name.startswith(".tmp-"):
+            return entry
+    return None
+
+
 def refuse_unwritable(path: Path) -> None:
-    """Raise `ConfigError` where nothing called `path` can be made, or an existing folder not be filled."""
-    place = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
-    if not place.is_dir():
-        raise ConfigError(f"{path} cannot be written: {place} is no folder", hint="choose another name")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(f"{path} cannot be written: no permission in {place}", hint="choose another name")
+    """Raise `ConfigError` where nothing called `path` can be made, or an existing folder not be filled.
+
+    A folder is really made, and removed again: where nothing can be (/proc, a read-only disk), the
+    permissions may say otherwise.
+    """
+    with _refusals_named(path):
+        place = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+        if not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
+        try:
+            Path(tempfile.mkdtemp(prefix=".tmp-", dir=place)).rmdir()
+        except PermissionError as error:
+            raise ConfigError(
+                f"{path} cannot be written: no permission in {place}", hint="choose another name"
+            ) from error
+
+
+def in_run(path: Path, run_dir: Path) -> Path:
+    """`path`, or where that is not here the same name in the run's folder.
+
+    A checkpoint that is in neither is one of the run's too: what is said then names those that are there.
+    """
+    below = run_dir / path
+    if path.exists() or path.is_absolute():
+        return path
+    ours = re.fullmatch(r"checkpoint-\d+", path.parts[0]) if path.parts else None
+    return below if below.exists() or (ours and run_dir.is_dir()) else path
 
 
 def occupied(path: Path) -> bool:
@@ -132,6 +186,22 @@ def _replace(source: Path, target: Path) -> None:
         finally:
             shutil.rmtree(old, ignore_errors=True)
     _sync(target.parent)
+
+
+def open_to_umask(*paths: Path) -> None:
+    """Give the files among `paths` the permissions that the umask gives.
+
+    safetensors (0.8) makes its own for the owner alone.
+    """
+    mask = _umask()
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # of a checkpoint that has been rotated away meanwhile
+            path.chmod(0o666 & ~mask)
+
+
+def typed(path: Path | str) -> str:
+    """`path` as one types it in a shell: in quotes where it has spaces, or letters beyond ASCII."""
+    return shlex.quote(str(path))
 
 
 def _settle(folder: Path) -> None:

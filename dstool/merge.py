@@ -1,7 +1,13 @@
-"""Make a folder that `from_pretrained` loads, from a checkpoint, a run or another model folder."""
+"""Make a folder that `from_pretrained` loads, from a checkpoint, a run or another model folder.
+
+A folder that holds whole weights (a run's, a model's) gives those. Where they are asked for in more
+precision than they are stored in, and the run has a checkpoint of the very step that they are of, its fp32
+masters are taken instead.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Mapping
@@ -12,7 +18,7 @@ import torch
 
 from dstool import files, models
 from dstool.checkpoint import assemble, layout, writer
-from dstool.config import Dtype
+from dstool.config import RECORD, Dtype
 from dstool.errors import CheckpointError, ConfigError, ModelError
 
 logger = logging.getLogger("dstool.merge")
@@ -48,21 +54,24 @@ def merge(
 
     Args:
         input_dir: a ZeRO checkpoint, a run's output folder, or a folder with a model's weights.
-        zero_stage: the stage that the checkpoint is of, where the caller wants that checked.
+        zero_stage: the stage that the checkpoint is of, where the caller wants that checked. It changes
+            nothing else.
         dtype: of the weights; by default that of the model's config, which is what it was trained in.
+        force: replace the model that is in `output_dir`.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or of another stage.
         ModelError: config.json is missing, or does not fit the weights.
-        ConfigError: `output_dir` exists, holds a checkpoint, or is or holds `input_dir`.
+        ConfigError: `output_dir` exists (and with `force`: is no model), lies in a checkpoint, or is or
+            holds `input_dir`; or the shard size cannot be read.
     """
     started = time.monotonic()
+    writer.parse_size(max_shard_size)
     if input_dir.resolve().is_relative_to(output_dir.resolve()):
         raise ConfigError(f"{output_dir} is the input folder, or holds it", hint="name another --output-dir")
-    if layout.is_zero(output_dir):
-        raise ConfigError(f"{output_dir} holds a ZeRO checkpoint", hint="name another --output-dir")
-    files.refuse_existing(output_dir, force=force)
-    companions, state = _read(input_dir, zero_stage)
+    layout.refuse_inside(output_dir, "name another --output-dir")
+    files.refuse_replacing(output_dir, (*models.COMPANIONS, *writer.WEIGHT_PATTERNS), force=force)
+    companions, state = _read(input_dir, zero_stage, dtype)
     folder = models.open_folder(companions)
     state = models.fit(state, folder)
     wanted = models.DTYPES[dtype] if dtype else _trained_dtype(folder)
@@ -84,18 +93,67 @@ def merge(
     )
 
 
-def _read(input_dir: Path, zero_stage: int | None) -> tuple[Path, Mapping[str, torch.Tensor]]:
+def _read(
+    input_dir: Path, zero_stage: int | None, dtype: Dtype | None
+) -> tuple[Path, Mapping[str, torch.Tensor]]:
     """The folder with the config and tokenizer, and the weights of the model in `input_dir`."""
-    if models.has_weights(input_dir) and not (input_dir / "latest").exists() and zero_stage is None:
+    if not models.has_weights(input_dir) or (input_dir / layout.LATEST).exists():
+        found = _of_stage(layout.find(input_dir), zero_stage)
+        return _companions(found), assemble.fp32_state_dict(found)
+    if zero_stage is not None:
+        _of_stage(layout.find(input_dir), zero_stage)
+    state = models.read_weights(input_dir)
+    stored = _least_precise(state)
+    if dtype is None or stored is None or _precision(models.DTYPES[dtype]) <= _precision(stored):
         logger.info("%s holds whole weights", input_dir)
-        return input_dir, models.read_weights(input_dir)
-    found = layout.find(input_dir)
+        return input_dir, state
+    masters = _masters(input_dir)
+    if masters is not None:
+        logger.info("%s holds %s weights, %s their fp32 masters", input_dir, _name(stored), masters.root)
+        return input_dir, assemble.fp32_state_dict(masters)
+    logger.warning(
+        "%s holds %s weights, and has no whole checkpoint of the same step: written as %s they stay rounded",
+        *(input_dir, _name(stored), dtype),
+    )
+    return input_dir, state
+
+
+def _of_stage(found: layout.ZeroCheckpoint, zero_stage: int | None) -> layout.ZeroCheckpoint:
     if zero_stage is not None and zero_stage != found.stage:
         raise CheckpointError(
             f"{found.folder} is of ZeRO stage {found.stage}, not {zero_stage}",
             hint=f"--zero-stage {found.stage}",
         )
-    return _companions(found), assemble.fp32_state_dict(found)
+    return found
+
+
+def _least_precise(state: Mapping[str, torch.Tensor]) -> torch.dtype | None:
+    """The coarsest floating type among the tensors."""
+    floating = {value.dtype for value in state.values() if value.is_floating_point()}
+    return min(floating, key=_precision, default=None)
+
+
+def _precision(dtype: torch.dtype) -> float:
+    """Larger is finer."""
+    return 1 / torch.finfo(dtype).eps
+
+
+def _name(dtype: torch.dtype) -> str:
+    return models.DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _masters(run_dir: Path) -> layout.ZeroCheckpoint | None:
+    """The checkpoint of the step that the final weights of a run are of, going by the run's own record.
+
+    None where there is none, or where it is incomplete, or of a kind without masters (stage 0).
+    """
+    try:
+        record = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
+        name = record.get("best") or f"checkpoint-{record['steps']}"
+        found = layout.find(run_dir / name)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, CheckpointError):
+        return None
+    return found if found.stage else None
 
 
 def _companions(found: layout.ZeroCheckpoint) -> Path:

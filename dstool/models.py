@@ -20,6 +20,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
+from dstool.checkpoint import layout
 from dstool.config import ModelSection, Task
 from dstool.errors import ModelError, NoDevice
 
@@ -31,7 +32,7 @@ AUTO_CLASSES: Mapping[Task, str] = {
     "text-classification": "AutoModelForSequenceClassification",
     "causal-lm": "AutoModelForCausalLM",
 }
-UNKNOWN, END = "<unk>", "</s>"
+UNKNOWN, END, SEPARATOR = "<unk>", "</s>", "<sep>"
 UNREADABLE = (
     OSError,
     ValueError,
@@ -59,11 +60,33 @@ def load_tokenizer(section: ModelSection, corpus: Callable[[], Iterator[str]]) -
     source = section.tokenizer or section.name
     if source is None:
         return _train_tokenizer(corpus(), vocab_size=_fresh_config(section).vocab_size)
-    with _one_line(source, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=section.revision, trust_remote_code=section.trust_remote_code
-        )
-    return ensure_pad_token(tokenizer)
+    options = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
+    hint = "name the folder of its tokenizer: model.tokenizer=FOLDER_OR_HUB_NAME"
+    return ensure_pad_token(read_tokenizer(source, hint=hint, **options))
+
+
+def read_tokenizer(source: str | Path, *, hint: str, **options: Any) -> Any:
+    """The tokenizer in the folder, or of the hub name, `source`.
+
+    For a folder without one Transformers makes up one that knows nothing but the special tokens
+    (`BertTokenizer.__init__`, models/bert/tokenization_bert.py, 5.24, and others), silently.
+
+    Args:
+        hint: what to do where the folder has no tokenizer.
+
+    Raises:
+        ModelError: there is none, or one that cannot be read.
+    """
+    path = Path(source)
+    absent = path.is_dir() and not any(file for pattern in VOCABULARY_FILES for file in path.glob(pattern))
+    missing = ModelError(f"{source}: no tokenizer in the folder", hint=hint)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    except UNREADABLE as error:
+        raise missing if absent else _model_error(str(source), "tokenizer", error) from error
+    if absent and type(tokenizer).vocab_files_names:  # ByT5 and CANINE read bytes, and need no files
+        raise missing
+    return tokenizer
 
 
 def ensure_pad_token(tokenizer: Any) -> Any:
@@ -83,7 +106,7 @@ def _train_tokenizer(corpus: Iterator[str], *, vocab_size: int) -> Any:
 
     Rank 0 trains it; the others are sent the result.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     text = [""]
     if not _distributed() or torch.distributed.get_rank() == 0:
@@ -95,16 +118,23 @@ def _train_tokenizer(corpus: Iterator[str], *, vocab_size: int) -> Any:
             corpus,
             trainers.BpeTrainer(
                 vocab_size=vocab_size,
-                special_tokens=[UNKNOWN, END],
+                special_tokens=[UNKNOWN, END, SEPARATOR],
                 initial_alphabet=alphabet,
                 show_progress=False,
             ),
+        )
+        bpe.post_processor = processors.TemplateProcessing(
+            single="$A", pair=f"$A {SEPARATOR} $B", special_tokens=[(SEPARATOR, bpe.token_to_id(SEPARATOR))]
         )
         text = [bpe.to_str()]
     if _distributed():
         torch.distributed.broadcast_object_list(text)
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(text[0]), unk_token=UNKNOWN, eos_token=END, pad_token=END
+        tokenizer_object=Tokenizer.from_str(text[0]),
+        unk_token=UNKNOWN,
+        eos_token=END,
+        pad_token=END,
+        sep_token=SEPARATOR,
     )
 
 
@@ -121,10 +151,22 @@ def check_vocabulary(tokenizer: Any, config: Any, *, hint: str) -> None:
         )
 
 
-def length_limit(tokenizer: Any, config: Any, default: int) -> int:
+def length_limit(tokenizer: Any, model: Any, default: int) -> int:
     """The tokens per text that both the tokenizer and the model take, and at most `default`."""
-    limits = [default, tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)]
-    return min(int(limit) for limit in limits if limit)
+    limits = [default, tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None)]
+    return min(int(limit) for limit in [*limits, _positions_after_padding(model)] if limit)
+
+
+def _positions_after_padding(model: Any) -> int | None:
+    """The positions of a model that counts them from the padding token's number, else None.
+
+    RoBERTa and its kin start at pad_token_id + 1, so that 514 rows are 512 positions (models/roberta/
+    modeling_roberta.py, 5.24); their table of positions alone has a padding row.
+    """
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return int(module.num_embeddings) - int(module.padding_idx) - 1
+    return None
 
 
 # --- models for training -------------------------------------------------------------------------
@@ -247,6 +289,8 @@ def _mend_generation_config(model: Any) -> None:
 
 # --- models from a folder --------------------------------------------------------------------------
 
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.*.json", "tekken.json", "*vocab*", "*.model", "*.tiktoken")
+"""One of these is there wherever a tokenizer is; tokenizer_config.json and its like are none."""
 TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model")
 COMPANIONS = (
     "config.json",
@@ -279,6 +323,14 @@ class ModelFolder:
             return ()
         return tuple(str(self.config.id2label[index]) for index in sorted(self.config.id2label))
 
+    def problem(self) -> str:
+        """What a classifier's outputs are: of one class, of several, or a number (`config.problem_type`).
+
+        Where the config leaves it open, a single output is a number (loss/loss_utils.py, 5.24).
+        """
+        one = self.config.num_labels == 1
+        return str(self.config.problem_type or ("regression" if one else "single_label_classification"))
+
 
 def open_folder(path: Path) -> ModelFolder:
     """Read the config of the model in `path`.
@@ -286,6 +338,8 @@ def open_folder(path: Path) -> ModelFolder:
     Raises:
         ModelError: no such folder, no config.json in it, or an architecture for none of the tasks.
     """
+    if path.is_file():
+        raise ModelError(f"{path} is a file", hint=f"name its folder: {path.parent}")
     if not path.is_dir():
         raise ModelError(f"{path}: no such folder", hint="dstool train makes one")
     if not (path / "config.json").is_file():
@@ -333,13 +387,7 @@ def check_loading(path: Path, info: Mapping[str, Any]) -> None:
 
 def has_weights(path: Path) -> bool:
     """Whether `path` holds a model's weights in a form that `from_pretrained` reads."""
-    names = (
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-    )
-    return any((path / name).is_file() for name in names)
+    return layout.plain_weights(path) is not None
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -365,10 +413,10 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 def weight_files(path: Path) -> list[Path]:
     """The files that hold the weights of the model in `path`, in the order `from_pretrained` prefers."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
+    for name in layout.WEIGHT_FILES.values():
         if (path / name).is_file():
             return [path / name]
-        index = path / f"{name}.index.json"
+        index = path / f"{name}{layout.INDEX}"
         if index.is_file():
             names = _shards(index)
             lost = [shard for shard in names if not (path / shard).is_file()]
@@ -435,7 +483,7 @@ def copy_companions(source: Path, target: Path) -> None:
     """Copy what lies beside a model's weights: config, tokenizer, chat template, generation config."""
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
-            if file.is_file() and file.name not in NO_COMPANIONS and not file.name.endswith(".index.json"):
+            if file.is_file() and file.name not in NO_COMPANIONS and not file.name.endswith(layout.INDEX):
                 shutil.copyfile(file, target / file.name)
 
 

@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 
 from dstool import files, log, machine
 from dstool.config import RUN_FILE, Config
-from dstool.data.files import Columns, columns_of, read_rows
+from dstool.data.files import columns_for, read_rows, reading_options
 from dstool.data.names import local_files
 from dstool.ds_config import check as ds_check
 from dstool.ds_config import read, source
@@ -144,6 +144,8 @@ def _check_model(config: Config) -> None:
     if section.name is None:
         return
     path = Path(section.name)
+    if path.is_file():
+        raise ModelError(f"{path} is a file", hint=f"name its folder: model.name={path.parent}")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(
             f"{path} has no config.json", hint="name a folder that save_pretrained or dstool made"
@@ -161,27 +163,13 @@ def _check_data(config: Config) -> None:
     section = config.data
     if section.train is None:
         raise ConfigError("the run file names no data", hint="set data.train=FILE")
-    needed: dict[str, Any] = {
-        "text_column": section.text_column,
-        "text_pair_column": section.text_pair_column,
-    }
-    if config.model.task == "text-classification":
-        needed["label_column"] = section.label_column
+    columns, options = columns_for(section, config.model.task), reading_options(section)
     for spec in (section.train, section.eval):
         files_here = local_files(spec)
         if spec and not files_here:
             _check_hub(str(spec), "dataset", DataError)
         for file in files_here:
-            have = columns_of(file, encoding=section.encoding)
-            lost = next((key for key, name in needed.items() if name and name not in have), None)
-            if lost:
-                raise DataError(
-                    f"{file} has no column '{needed[lost]}'; its columns are: {', '.join(have)}",
-                    hint=f"set data.{lost}",
-                )
-            wanted = Columns(section.text_column, needed.get("label_column"), section.text_pair_column)
-            rows = read_rows([file], wanted, encoding=section.encoding, skip_bad_rows=section.skip_bad_rows)
-            next(rows, None)
+            next(read_rows([file], columns, **options), None)
 
 
 def _check_hub(name: str, kind: str, error: type[DstoolError]) -> None:

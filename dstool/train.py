@@ -9,27 +9,33 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import importlib.metadata
 import json
 import logging
 import math
 import os
+import re
 import shutil
 import sys
 import time
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import TrainerCallback, TrainingArguments
 
 from dstool import __version__, files, launch, log, models, preflight
 from dstool.checkpoint import layout
-from dstool.config import RUN_FILE, Config, dump, resolve
+from dstool.config import RECORD, RUN_FILE, Config, Task, dump, resolve, without_secrets
+from dstool.console import plain
 from dstool.data import batches
 from dstool.ds_config import read
 from dstool.errors import (
@@ -43,7 +49,6 @@ from dstool.errors import (
 
 logger = logging.getLogger("dstool.train")
 
-RECORD = "run.json"
 MAX_LENGTH, BLOCK_SIZE = 512, 1024
 
 
@@ -69,6 +74,8 @@ class TrainResult:
     precision: str
     stage: int
     checkpoints: tuple[str, ...]
+    best: str | None = None
+    """Where `load_best_model_at_end` found the weights that the run ends with."""
 
 
 def train(
@@ -83,7 +90,8 @@ def train(
 
     Args:
         force: train in an output folder that holds an earlier run, whose checkpoints go.
-        resume: go on from the newest complete checkpoint in the output folder.
+        resume: go on from the newest complete checkpoint in the output folder. Of a run that is complete,
+            nothing is changed, and its result is what it was.
         callbacks: further callbacks for the Trainer.
 
     Raises:
@@ -94,44 +102,75 @@ def train(
     for note in settled.notes:
         logger.info("%s", note)
     stage = int(settled.ds["zero_optimization"]["stage"])
+    earlier = _earlier_result(config)
+    if resume and earlier and 0 < settled.train.get("max_steps", -1) <= earlier.steps:
+        return _as_it_is(earlier)
     checkpoint = _checkpoint_to_resume(config, settled.train, stage, resume=resume)
     with launch.rank_environment(), launch.explained_builds(), _zero3_forgotten():
         device = _start_distributed(settled.ds)
         args = _training_arguments(config, settled, device)
-        steps = _Steps(progress, config.train.save_first_step)
-        trainer = _build_trainer(config, args, [*callbacks, steps])
+        done = earlier.steps if resume and earlier else 0
+        steps = _Steps(progress, config.train.save_first_step, done if checkpoint else None)
+        trainer, rows = _build_trainer(config, args, [*callbacks, steps])
         if checkpoint is None:
             _clear_earlier_run(args)
         with _explained_failures(args):
-            outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-            metrics = _evaluate(trainer)
-            trainer.save_model()
+            train_loss = _fit(trainer, checkpoint)
+            if earlier and steps.nothing_left:
+                return _as_it_is(earlier)
+            metrics = _evaluate(trainer, config.model.task)
+            _save_model(trainer)
             if config.train.save_fp32:
                 _save_fp32(trainer, Path(args.output_dir, "fp32"), stage)
         result = TrainResult(
             output_dir=Path(args.output_dir).resolve(),
-            steps=int(outcome.global_step),
+            steps=int(trainer.state.global_step),
             seconds=time.monotonic() - started,
-            train_loss=float(outcome.training_loss),
+            train_loss=train_loss,
             metrics=metrics,
             world_size=args.world_size,
             device=device,
             precision=_precision_of(args),
             stage=stage,
             checkpoints=tuple(path.name for path in layout.checkpoints(Path(args.output_dir))),
+            best=_best(trainer),
         )
         if args.process_index == 0:
-            _record(config, result)
+            _record(config, result, rows)
     return result
 
 
 # --- before torch.distributed ----------------------------------------------------------------------
 
 
+def _earlier_result(config: Config) -> TrainResult | None:
+    """What a finished run left in the output folder, by its own record; None where there is no such run."""
+    folder = Path(config.train.output_dir)
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        values = {each.name: record[each.name] for each in fields(TrainResult) if each.name in record}
+        there = tuple(path.name for path in layout.checkpoints(folder))
+        best = values.get("best") if values.get("best") in there else None
+        values |= {"output_dir": folder.resolve(), "checkpoints": there, "best": best}
+        result = TrainResult(**values)
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+    return result if models.has_weights(folder) and isinstance(result.steps, int) else None
+
+
+def _as_it_is(earlier: TrainResult) -> TrainResult:
+    logger.info(
+        "the run in %s is complete, all %d steps: nothing is changed (a higher train.max_steps or "
+        "train.num_train_epochs trains on)",
+        *(earlier.output_dir, earlier.steps),
+    )
+    return earlier
+
+
 def _checkpoint_to_resume(
     config: Config, arguments: dict[str, Any], stage: int, *, resume: bool
 ) -> Path | None:
-    """The checkpoint that the run file names, the newest complete one of the output folder, or none.
+    """The checkpoint that the run file names, the newest whole one of the output folder, or none.
 
     Raises:
         CheckpointError: there is none to resume from, or it is of another stage or world size.
@@ -139,15 +178,41 @@ def _checkpoint_to_resume(
     named = arguments.pop("resume_from_checkpoint", None)
     if not (resume or named):
         return None
-    found = layout.find(Path(named if isinstance(named, str) else config.train.output_dir))
+    run_dir = Path(config.train.output_dir)
+    source = files.in_run(Path(named), run_dir) if isinstance(named, str) else run_dir
+
+    if source.is_dir() and not layout.is_checkpoint(source) and layout.checkpoints(source):
+        found = layout.newest_complete(source, _check_trainers_files)
+    else:
+        found = layout.find(source)
+        _check_trainers_files(found)
     _check_resumable(found, stage)
     logger.info("resuming from %s", found.root)
     return found.root
 
 
+def _check_trainers_files(found: layout.ZeroCheckpoint) -> None:
+    """Raise `CheckpointError` where a file is missing or damaged that Trainer reads (trainer.py, 5.24)."""
+    root = found.root
+    hint = f"dstool consolidate {files.typed(root)}, then train from those weights with model.name=..."
+    file = root / "trainer_state.json"
+    try:
+        step = json.loads(file.read_text(encoding="utf-8"))["global_step"]
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing, and a run cannot go on without it", hint=hint) from None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{file} is damaged: {' '.join(str(error).split())}", hint=hint) from error
+    if not isinstance(step, int):
+        raise CheckpointError(f"{file} is damaged: global_step is {step!r}", hint=hint)
+    for file in (root / "scheduler.pt", *sorted(root.glob("rng_state*.pth"))):
+        if file.is_file() and not zipfile.is_zipfile(file):
+            raise CheckpointError(f"{file} is damaged: cut short, or no file of torch.save", hint=hint)
+
+
 def _check_resumable(found: layout.ZeroCheckpoint, stage: int) -> None:
     """DeepSpeed keeps a shard of the optimizer per rank, and does not cut it anew (engine.py, 0.19.8)."""
-    anew = f"or dstool consolidate {found.root}, then train on from those weights with model.name=..."
+    root = files.typed(found.root)
+    anew = f"or dstool consolidate {root}, then train on from those weights with model.name=..."
     if found.stage != stage:
         raise CheckpointError(
             f"{found.root} is of ZeRO stage {found.stage}, and this run of stage {stage}",
@@ -155,15 +220,20 @@ def _check_resumable(found: layout.ZeroCheckpoint, stage: int) -> None:
         )
     if found.stage and found.world_size != launch.world_size():
         raise CheckpointError(
-            f"{found.root} was written by {found.world_size} ranks, and this run has {launch.world_size()}",
+            f"{found.root} was written by {layout.ranks(found.world_size)}, "
+            f"and this run has {launch.world_size()}",
             hint=f"--num-gpus {found.world_size}; {anew}",
         )
 
 
 def _clear_earlier_run(args: TrainingArguments) -> None:
-    """Take away what an earlier run left in the output folder, now that this one is about to start."""
+    """Take away what an earlier run left in the output folder, now that this one is about to start.
+
+    Its record too: it says of the weights and checkpoints what will not be true of them.
+    """
     run_dir = Path(args.output_dir)
     if args.process_index == 0:
+        (run_dir / RECORD).unlink(missing_ok=True)
         for stale in (*layout.checkpoints(run_dir), run_dir / "consolidated", run_dir / "fp32"):
             shutil.rmtree(stale, ignore_errors=True)
     torch.distributed.barrier()
@@ -307,9 +377,14 @@ def _training_arguments(config: Config, settled: read.Reconciled, device: str) -
     try:
         args = TrainingArguments(**values, deepspeed=ds)
     except (ValueError, TypeError, ImportError, AssertionError) as error:
-        raise ConfigError(f"train: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"train: {' '.join(str(error).split())}", hint="change it in the run file"
+        ) from error
     if args.world_size != launch.world_size():
-        raise RunFailed(f"Trainer sees {args.world_size} ranks, the launcher started {launch.world_size()}")
+        raise RunFailed(
+            f"Trainer sees {layout.ranks(args.world_size)}, the launcher started {launch.world_size()}",
+            hint="unset ACCELERATE_USE_CPU, and the other variables that start with ACCELERATE_",
+        )
     if config.train.save_fp32 and ds["zero_optimization"]["stage"] == 0 and _precision_of(args) != "fp32":
         raise ConfigError(
             f"train.save_fp32 at ZeRO stage 0 in {_precision_of(args)}: DeepSpeed saves no fp32 weights then",
@@ -349,8 +424,10 @@ def _precision(arguments: Mapping[str, Any], ds: Mapping[str, Any], device: str)
     return {name: True}
 
 
-def _build_trainer(config: Config, args: TrainingArguments, callbacks: Sequence[TrainerCallback]) -> Any:
-    """Data, tokenizer, model and Trainer, in that order."""
+def _build_trainer(
+    config: Config, args: TrainingArguments, callbacks: Sequence[TrainerCallback]
+) -> tuple[Any, str]:
+    """Data, tokenizer, model and Trainer, in that order; and what the rows are: texts, pairs or messages."""
     # Trainer sets the seed too, but only once it is given a model, whose new weights are drawn by then.
     transformers.set_seed(args.seed)
     with args.main_process_first(desc="reading the data"):
@@ -376,7 +453,8 @@ def _build_trainer(config: Config, args: TrainingArguments, callbacks: Sequence[
         len(parts["train_dataset"]),
         held_out,
     )
-    return trainer
+    some = splits.train[:100]
+    return trainer, "messages" if any(some["messages"]) else "pairs" if any(some["text_pair"]) else "texts"
 
 
 @contextlib.contextmanager
@@ -408,7 +486,7 @@ def _classification(
     # Trainer takes a forward with **kwargs for one that divides by the whole batch's count of labels, and
     # multiplies the loss by the ranks to match (trainer.py, 5.24); a classifier's loss is a plain mean.
     model.accepts_loss_kwargs = False
-    limit = models.length_limit(tokenizer, model.config, config.data.max_length or MAX_LENGTH)
+    limit = models.length_limit(tokenizer, model, config.data.max_length or MAX_LENGTH)
     tokenizer.padding_side = "right"
 
     def encode(rows: Any) -> Any:
@@ -428,7 +506,7 @@ def _language_modelling(
     config: Config, args: TrainingArguments, splits: batches.Splits, tokenizer: Any
 ) -> dict[str, Any]:
     model = models.load_model(config.model, tokenizer, labels=None, dtype=_dtype(args))
-    block_size = models.length_limit(tokenizer, model.config, config.data.block_size or BLOCK_SIZE)
+    block_size = models.length_limit(tokenizer, model, config.data.block_size or BLOCK_SIZE)
     if config.data.block_size and block_size < config.data.block_size:
         raise ConfigError(
             f"data.block_size {config.data.block_size} is more than the model's {block_size} positions",
@@ -460,25 +538,70 @@ def _classification_metrics(prediction: Any) -> dict[str, float]:
     }
 
 
-def _evaluate(trainer: Any) -> dict[str, float]:
-    """Loss with accuracy and F1, or with perplexity, on the held-out rows; empty when there are none."""
+def _fit(trainer: Any, checkpoint: Path | None) -> float:
+    """Train; the mean loss. From a checkpoint of the last step there is only the end left to do."""
+    try:
+        return float(
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None).training_loss
+        )
+    except _NothingLeft:
+        trainer.is_in_train = False
+        if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+            trainer._load_best_model()
+        logged = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+        return logged[-1] if logged else math.nan
+
+
+def _save_model(trainer: Any) -> None:
+    """The final weights, config and tokenizer, readable as the umask says."""
+    trainer.save_model()
+    if trainer.args.process_index == 0:
+        files.open_to_umask(*Path(trainer.args.output_dir).glob("*.safetensors"))
+
+
+def _best(trainer: Any) -> str | None:
+    best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+    return Path(best).name if best else None
+
+
+def _evaluate(trainer: Any, task: Task) -> dict[str, float]:
+    """On the held-out rows: loss, with accuracy and F1 of a classifier that tells its predictions, or with
+    the perplexity of a language model; empty when there are none.
+    """
     if trainer.eval_dataset is None:
         return {}
     values = trainer.evaluate()
     metrics = {
         name: float(values[f"eval_{name}"]) for name in ("loss", "accuracy", "f1") if f"eval_{name}" in values
     }
-    if "accuracy" not in metrics:
+    if task == "causal-lm":
         metrics["perplexity"] = math.exp(min(metrics["loss"], 700.0))
     return metrics
 
 
-class _Steps(TrainerCallback):
-    """Tells the progress, stops at a loss that is no number, and saves the first step where asked."""
+class _NothingLeft(Exception):
+    """The run is resumed after its last step; Trainer would make one more."""
 
-    def __init__(self, progress: Progress | None, save_first_step: bool) -> None:
+
+class _Steps(TrainerCallback):
+    """Tells the progress, stops at a loss that is no number, and saves the first step where asked.
+
+    Args:
+        done: steps of the finished run that is resumed, 0 of one that was interrupted; None: a new run.
+    """
+
+    nothing_left = False
+
+    def __init__(self, progress: Progress | None, save_first_step: bool, done: int | None) -> None:
         self.progress = progress
         self.save_first_step = save_first_step
+        self.done = done
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End a run before it begins that has no step left to do."""
+        if self.done is not None and max(state.global_step, self.done) >= state.max_steps:
+            self.nothing_left = True
+            raise _NothingLeft
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Count the step."""
@@ -486,22 +609,31 @@ class _Steps(TrainerCallback):
             self.progress(state.global_step, state.max_steps, "")
         if self.save_first_step and state.global_step == 1:
             control.should_save = True
+        if state.global_step >= state.max_steps and args.logging_strategy != "no":
+            control.should_log = True  # a run that is shorter than `logging_steps` would not say its loss
         return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Let the weights of the checkpoint be read by whom the umask says."""
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            files.open_to_umask(*folder.glob("*.safetensors"))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any) -> None:
         """Pass on what Trainer logs."""
-        loss = logs.get("loss")
-        if loss is not None and not math.isfinite(float(loss)):
-            raise NonFiniteLoss(
-                f"the loss is {loss} at step {state.global_step}",
-                hint="lower train.learning_rate, or train in bf16 or fp32 rather than fp16",
-            )
+        for name, what in _LOSSES.items():
+            if name in logs and not math.isfinite(float(logs[name])):
+                raise NonFiniteLoss(
+                    f"{what} is {logs[name]} at step {state.global_step}",
+                    hint="lower train.learning_rate, or train in bf16 or fp32 rather than fp16",
+                )
         shown = {name: value for name, value in logs.items() if name in _SHOWN}
         if self.progress and state.is_world_process_zero and shown:
             note = "  ".join(f"{_SHOWN[name]} {float(value):.4g}" for name, value in shown.items())
             self.progress(state.global_step, state.max_steps, note)
 
 
+_LOSSES = {"loss": "the loss", "train_loss": "the mean loss", "eval_loss": "the held-out loss"}
 _SHOWN = {
     "loss": "loss",
     "learning_rate": "lr",
@@ -533,11 +665,44 @@ def _explained_failures(args: TrainingArguments) -> Iterator[None]:
             hint=f"train.per_device_train_batch_size below {args.per_device_train_batch_size}, "
             "train.gradient_checkpointing=true, or dstool init-config --stage 3 --offload cpu --force",
         ) from error
-    except OSError as error:
-        raise RunFailed(
-            f"a file could not be written: {error.filename or args.output_dir}: {error.strerror or error}",
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if failure := _failure_of_a_file(error, args):
+            raise failure from error
+        raise
+
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+_TORCH_CANNOT_WRITE = re.compile(r"PytorchStreamWriter failed|file write failed|unexpected pos \d+ vs")
+_RUST_CANNOT_WRITE = re.compile(r"\(os error (\d+)\)")
+
+
+def _failure_of_a_file(error: Exception, args: TrainingArguments) -> RunFailed | None:
+    """What a library says of a file or a connection, told apart; None of what is something else.
+
+    A full disk is an OSError of Python's, a RuntimeError of torch.save's, and safetensors' own.
+    """
+    text = " ".join(str(error).split())[:200]
+    rust = _RUST_CANNOT_WRITE.search(text) if isinstance(error, SafetensorError) else None
+    number = error.errno if isinstance(error, OSError) else int(rust[1]) if rust else None
+    if number in _FULL or (isinstance(error, RuntimeError) and _TORCH_CANNOT_WRITE.search(text)):
+        where = getattr(error, "filename", None) or args.output_dir
+        reason = os.strerror(number) if number else text
+        return RunFailed(
+            f"a file could not be written: {where}: {reason}",
             hint="df -h shows the space; train.save_total_limit=2 keeps only the newest checkpoints",
-        ) from error
+        )
+    if not isinstance(error, OSError) or launch.lost_peers(error):
+        return None
+    if isinstance(error, ConnectionError | TimeoutError) or error.errno is None:
+        return RunFailed(
+            f"a connection failed: {type(error).__name__}: {text}",
+            hint="train.push_to_hub=false, train.report_to=none, or mend the network",
+        )
+    where = Path(str(error.filename or args.output_dir))
+    return RunFailed(
+        f"{where}: {error.strerror}",
+        hint=f"ls -l {files.typed(where.parent)} shows what is there, and whose it is",
+    )
 
 
 # --- what a run leaves -------------------------------------------------------------------------------
@@ -578,10 +743,10 @@ def _plain_copy(trainer: Any) -> Any:
     """A model of the same architecture in fp32, outside of ZeRO."""
     _forget_zero3()
     model = trainer.accelerator.unwrap_model(trainer.model)
-    copy = type(model)(model.config)
+    copy = type(model)(deepcopy(model.config))  # a model keeps the very config that it is given
     copy.config.dtype = torch.float32
     if model.can_generate():
-        copy.generation_config = model.generation_config
+        copy.generation_config = deepcopy(model.generation_config)
     return copy.float()
 
 
@@ -591,16 +756,19 @@ def _load_zero_checkpoint(model: Any, folder: Path) -> None:
     load_state_dict_from_zero_checkpoint(model, str(folder))
 
 
-def _record(config: Config, result: TrainResult) -> None:
-    """Write beside the weights the resolved run file and the versions that made them."""
+def _record(config: Config, result: TrainResult, rows: str) -> None:
+    """Write beside the weights the resolved run file and the versions that made them.
+
+    Args:
+        rows: what the model has learnt from, which decides how it is asked: texts, pairs or messages.
+    """
     versions = {
         name: importlib.metadata.version(name)
         for name in ("torch", "deepspeed", "transformers", "accelerate", "datasets")
     }
     versions = {"dstool": __version__, "python": sys.version.split()[0], **versions}
     head = "".join(f"# {name} {version}\n" for name, version in versions.items())
-    files.write_text(result.output_dir / RUN_FILE, head + dump(resolve(config)))
-    values = {"versions": versions, **asdict(result)}
-    files.write_text(
-        result.output_dir / RECORD, json.dumps(values, indent=2, default=str, ensure_ascii=False) + "\n"
-    )
+    files.write_text(result.output_dir / RUN_FILE, head + dump(without_secrets(resolve(config))))
+    values = plain({"versions": versions, "rows": rows, **asdict(result)})
+    text = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)
+    files.write_text(result.output_dir / RECORD, text + "\n")

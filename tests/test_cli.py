@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from dstool import __version__
-from dstool.cli import app
+from dstool.cli import _checkpoint_and_words, _show_trained, app
 
 COMMANDS = typer.main.get_command(app).commands
 
@@ -23,7 +23,8 @@ def _in_tmp_path(tmp_path, monkeypatch):
 def environment(**more):
     """Nothing of the user's own, and a terminal of fixed width without colours."""
     fixed = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "HOME": str(Path.cwd()), "LC_ALL": "C.UTF-8"}
-    return {"PATH": os.environ["PATH"], **fixed, **more}
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    return {**kept, **fixed, **more}
 
 
 def dstool(*arguments, script=None, **more):
@@ -171,7 +172,7 @@ def test_ctrl_c_is_silent_and_exits_with_130():
         ("DataError('x', hint='y')", {"error": "DataError", "message": "x", "hint": "y"}),
         (
             "ZeroDivisionError('oh')",
-            {"error": "RankFailed", "message": "rank 1 ended with ZeroDivisionError: oh"},
+            {"error": "RankCrashed", "message": "rank 1 ended with ZeroDivisionError: oh"},
         ),
     ],
 )
@@ -327,6 +328,61 @@ def test_what_init_config_logs_is_not_on_stdout():
     assert done.stderr == "" or done.stderr.startswith("nvme_path: ")
 
 
+# what comes next
+
+
+RESULT = {"steps": 2, "checkpoints": ["checkpoint-1", "checkpoint-2"], "best": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "expected"),
+    [
+        ({}, None, "dstool consolidate second-run/checkpoint-2"),
+        ({}, "my runs/b.yaml", "dstool consolidate second-run/checkpoint-2 --config 'my runs/b.yaml'"),
+        ({"best": "checkpoint-1"}, None, "dstool consolidate second-run/checkpoint-1"),
+        ({"checkpoints": []}, None, 'dstool infer --model second-run --text "..."'),
+        ({"output_dir": "두 번째"}, None, "dstool consolidate '두 번째/checkpoint-2'"),
+        ({"output_dir": "/elsewhere"}, None, "dstool consolidate /elsewhere/checkpoint-2"),
+    ],
+)
+def test_what_comes_after_training_can_be_typed_as_it_is_shown(changes, config, expected, capsys):
+    result = {**RESULT, "output_dir": "second-run", **changes}
+    result["output_dir"] = str(Path(result["output_dir"]).absolute())
+    _show_trained(result, Path(config) if config else None)
+    assert capsys.readouterr().out.splitlines()[-1].split("  ")[-1].strip() == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "usage", "said"),
+    [
+        ("train", "dstool train [OPTIONS] [KEY=VALUE]...", "by default dstool.yaml"),
+        ("consolidate", "dstool consolidate [OPTIONS] [CHECKPOINT] [KEY=VALUE]...", "by default dstool.yaml"),
+        ("merge", "dstool merge [OPTIONS] [KEY=VALUE]...", "the checkpoint of its last step"),
+        ("infer", "dstool infer [OPTIONS] [KEY=VALUE]...", "by default the run's newest weights"),
+        ("check", "dstool check [OPTIONS] [DS_CONFIG]", "by default dstool.yaml"),
+        ("explain", "dstool explain [OPTIONS] [NAME]", "by default that of the locale"),
+    ],
+)
+def test_help_says_what_is_typed_and_what_is_the_default(command, usage, said):
+    shown = " ".join(succeeds(command, "--help").replace("│", " ").split())
+    assert f"Usage: {usage} " in shown
+    assert said in shown
+
+
+def test_the_hint_of_a_wrong_word_and_of_a_wrong_line():
+    a_run(**{"dstool.yaml": RUN_FILE + "trian: {}\n"})
+    done = dstool("train", "train.max_step=1")
+    assert done.stderr.splitlines()[-1] == "try: correct the command line and dstool.yaml"
+
+
+def test_a_word_may_stand_before_or_after_the_checkpoint_and_a_path_may_have_an_equals_sign(tmp_path):
+    assert _checkpoint_and_words(["checkpoint-1", "a.b=1"]) == (Path("checkpoint-1"), ["a.b=1"])
+    assert _checkpoint_and_words(["a.b=1"]) == (None, ["a.b=1"])
+    (tmp_path / "lr=1").mkdir()
+    assert _checkpoint_and_words(["lr=1"]) == (Path("lr=1"), [])
+    assert _checkpoint_and_words(["out/lr=1"]) == (Path("out/lr=1"), [])
+
+
 # --show-config
 
 
@@ -337,6 +393,27 @@ def test_show_config_says_where_each_value_is_from():
     assert rows["train.max_steps: 3"] == "dstool.yaml:2"
     assert rows["train.learning_rate: 2e-05"] == "command line"
     assert rows['data.text_column: "text"'] == "default"
+
+
+def test_show_config_says_where_each_value_of_a_mapping_is_from():
+    Path("dstool.yaml").write_text(
+        "model:\n  from_scratch:\n    model_type: bert\n    hidden_size: 8\ntrain:\n  hub_token: hf_XYZ\n"
+    )
+    words = ["model.from_scratch.hidden_size=16", "deepspeed.zero_optimization={stage: 2}"]
+    shown = succeeds("train", "--show-config", *words)
+    rows = {line.partition("#")[0].strip(): line.partition("# ")[2] for line in shown.splitlines()}
+    assert rows['model.from_scratch.model_type: "bert"'] == "dstool.yaml:3"
+    assert rows["model.from_scratch.hidden_size: 16"] == "command line"
+    assert rows["deepspeed.zero_optimization.stage: 2"] == "command line"
+    assert rows['train.hub_token: "***"'] == "dstool.yaml:6"
+    assert "hf_XYZ" not in shown
+
+
+def test_a_mapping_given_as_a_whole_is_all_from_there():
+    Path("dstool.yaml").write_text("model:\n  from_scratch:\n    model_type: bert\n    hidden_size: 8\n")
+    shown = json.loads(succeeds("train", "--show-config", "--json", "model.from_scratch={model_type: gpt2}"))
+    assert shown["model.from_scratch.model_type"] == {"value": "gpt2", "from": "command line"}
+    assert "model.from_scratch.hidden_size" not in shown
 
 
 def test_show_config_as_json_is_one_object():

@@ -20,6 +20,7 @@ from dstool.config import (
     resolve,
     scalar,
     training_arguments,
+    without_secrets,
 )
 from dstool.errors import ConfigError
 
@@ -487,3 +488,31 @@ def test_loading_says_nothing(caplog):
 def test_a_word_into_a_json_that_is_a_file_is_refused():
     error = refusal("deepspeed: ds_config.json\n", words=["deepspeed.zero_optimization.stage=3"])
     assert "deepspeed: is the file ds_config.json" in error.message
+
+
+# what is left out and put right
+
+
+def test_secrets_of_trainer_and_of_a_monitor_are_left_out():
+    words = [
+        "train.hub_token=hf_X",
+        "train.push_to_hub=true",
+        "deepspeed={comet: {api_key: k, enabled: true}}",
+    ]
+    found = without_secrets(load(words=words, required=False).config)
+    text = dump(found)
+    assert "hf_X" not in text
+    assert "api_key" not in text
+    assert found.train.arguments()["push_to_hub"] is True
+    assert found.deepspeed == {"comet": {"enabled": True}}
+
+
+def test_the_checkpoint_to_resume_from_is_relative_to_its_run_file(tmp_path):
+    Path("runs/out/checkpoint-2").mkdir(parents=True)
+    write("train:\n  resume_from_checkpoint: out/checkpoint-2\n", "runs/dstool.yaml")
+    named = load("runs/dstool.yaml").config.train.arguments()["resume_from_checkpoint"]
+    assert named == "runs/out/checkpoint-2"
+    write("train:\n  resume_from_checkpoint: checkpoint-2\n", "runs/dstool.yaml")
+    assert load("runs/dstool.yaml").config.train.arguments()["resume_from_checkpoint"] == "checkpoint-2"
+    write("train:\n  resume_from_checkpoint: true\n", "runs/dstool.yaml")
+    assert load("runs/dstool.yaml").config.train.arguments()["resume_from_checkpoint"] is True

@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file
 
 from dstool.consolidate import ConsolidateResult, consolidate
-from dstool.errors import CheckpointError, ConfigError, DstoolError, EnvironmentUnfit, InputError, ModelError
+from dstool.errors import CheckpointError, ConfigError, DstoolError, EnvironmentUnfit, ModelError
 
 pytestmark = pytest.mark.distributed
 
@@ -232,8 +232,8 @@ def test_K10_a_missing_rank_is_named_and_nothing_written(broken: Path, here: Pat
 
 
 @pytest.mark.parametrize("size", ["5", "0GB", "big", "-1GB"])
-def test_a_shard_size_that_is_none_leaves_nothing(size: str, checkpoint: Path, here: Path) -> None:
-    found = refusal(ConfigError, checkpoint, here / "a/weights", max_shard_size=size)
+def test_a_shard_size_that_is_none_is_found_before_anything_is_read(size: str, here: Path) -> None:
+    found = refusal(ConfigError, here / "no-checkpoint-yet", here / "a/weights", max_shard_size=size)
     assert repr(size) in found.message
     assert list(here.iterdir()) == []
 
@@ -243,7 +243,6 @@ def test_K32_a_folder_that_exists_is_left_alone_and_replaced_whole_by_force(
 ) -> None:
     target = here / "weights"
     consolidate(checkpoint, target, max_shard_size="300KB")
-    (target / "notes.txt").write_text("mine")
     before = names(target)
     assert "--force" in str(refusal(ConfigError, checkpoint, target).hint)
     assert names(target) == before
@@ -260,9 +259,85 @@ def test_K31_an_output_that_would_mix_with_or_replace_the_checkpoint(
     inside: str, force: bool, broken: Path, here: Path
 ) -> None:
     before = names(here)
-    found = refusal(InputError, broken, broken / inside, force=force)
+    found = refusal(ConfigError, broken, broken / inside, force=force)
     assert found.hint == f"-o {broken.parent / 'consolidated/checkpoint-1'}"
     assert names(here) == before
+
+
+def test_K31_an_output_in_another_checkpoint(broken: Path, here: Path) -> None:
+    other = Path(shutil.copytree(broken, broken.with_name("checkpoint-2")))
+    before = names(here)
+    assert f"lies in the checkpoint {other}" in refusal(ConfigError, broken, other / "weights").message
+    assert names(here) == before
+
+
+def fill(folder: Path, *paths: str) -> Path:
+    """A folder with these files in it."""
+    for path in paths:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text("mine")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("inside", "named"),
+    [
+        (("model.safetensors", "config.json", "notes.txt"), "notes.txt"),
+        (("model.safetensors", "config.json", "run.json", "dstool.yaml"), "dstool.yaml"),
+        (("model.safetensors", "config.json", "checkpoint-3/latest"), "checkpoint-3"),
+        (("config.json/deep.txt",), "config.json"),
+        (("thesis.tex",), "thesis.tex"),
+    ],
+)
+def test_force_replaces_nothing_but_a_model(
+    inside: tuple[str, ...], named: str, checkpoint: Path, here: Path
+) -> None:
+    target = fill(here / "target", *inside)
+    before = names(here)
+    found = refusal(ConfigError, checkpoint, target, force=True)
+    assert found.message.startswith(f"{target / named} is nothing that dstool wrote")
+    assert names(here) == before
+
+
+@pytest.mark.parametrize("target", [".", "..", "file.txt"])
+def test_force_replaces_neither_the_current_folder_nor_a_file(
+    target: str, checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "sub").mkdir()
+    monkeypatch.chdir(here / "sub")
+    fill(here / "sub", "file.txt") if target == "file.txt" else None
+    before = names(here)
+    refusal(ConfigError, checkpoint, Path(target), force=True)
+    assert names(here) == before
+
+
+def test_what_is_missing_is_answered_with_what_is_there(
+    trained: Path, here: Path, command: Callable[..., Any]
+) -> None:
+    shutil.copytree(trained, here / "두 번째 run")
+    done = command("dstool", "consolidate", "checkpoint-9", cwd=here / "두 번째 run", code=3)
+    assert done.err.splitlines() == [
+        "error: out/checkpoint-9 does not exist",
+        "try: there is out/checkpoint-1, out/checkpoint-16",
+    ]
+    (here / "두 번째 run/out/checkpoint-1/latest").unlink()
+    done = command("dstool", "consolidate", "두 번째 run/out/checkpoint-1", cwd=here, code=3)
+    hint = done.err.splitlines()[-1].partition("folder itself: ")[2]
+    assert "wrote" not in hint
+    assert "Consolidated" in command("bash", "-c", hint, cwd=here).out
+
+
+def test_words_may_stand_beside_the_checkpoint(
+    trained: Path, here: Path, command: Callable[..., Any]
+) -> None:
+    shutil.copytree(trained, here, dirs_exist_ok=True)
+    argv = ("dstool", "consolidate", "consolidate.dtype=bf16", "checkpoint-1", "consolidate.output_dir=w")
+    found = command(*argv, "--json", cwd=here).json()
+    assert (found["dtype"], found["output_dir"]) == ("bf16", str(here / "w"))
+    argv = ("dstool", "merge", "merge.input_dir=w", "merge.output_dir=m", "merge.dtype=fp16", "--json")
+    assert command(*argv, cwd=here).json()["dtype"] == "fp16"
+    done = command("dstool", "consolidate", "checkpoint-1", "out/checkpoint-16", cwd=here, code=2)
+    assert "checkpoint-1 and out/checkpoint-16 are 2 checkpoints" in done.err
 
 
 @contextlib.contextmanager
@@ -284,11 +359,10 @@ def test_K28_a_disk_that_fails_leaves_nothing_behind(form: Any, checkpoint: Path
 
 
 def test_K28_a_disk_that_fails_leaves_what_force_would_have_replaced(checkpoint: Path, here: Path) -> None:
-    (here / "weights").mkdir()
-    (here / "weights/notes.txt").write_text("mine")
+    fill(here / "weights", "config.json")
     with largest_file(200_000), pytest.raises(EnvironmentUnfit, match="could not be written"):
         consolidate(checkpoint, here / "weights", force=True)
-    assert names(here) == ["weights/notes.txt"]
+    assert names(here) == ["weights/config.json"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3"])

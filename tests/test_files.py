@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from dstool.errors import ConfigError
-from dstool.files import new_folder, occupied, refuse_existing, write_text
+from dstool.files import (
+    in_run,
+    new_folder,
+    occupied,
+    refuse_existing,
+    refuse_unwritable,
+    typed,
+    write_text,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +146,49 @@ def test_only_what_is_occupied_is_refused_and_nothing_with_force(kind, taken):
     with pytest.raises(ConfigError, match=r"^target exists$") as caught:
         refuse_existing(Path("free"), path, force=False)
     assert "--force" in caught.value.hint
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
+def test_a_folder_that_the_permissions_promise_and_the_system_refuses():
+    with pytest.raises(ConfigError, match=r"^/proc/foo/out cannot be written"):
+        refuse_unwritable(Path("/proc/foo/out"))
+
+
+@pytest.mark.parametrize("path", ["file/out", "x" * 300, "a/b"])
+def test_what_can_be_written_is_found_out_without_a_trace(path):
+    Path("file").write_text("old")
+    if path == "a/b":
+        refuse_unwritable(Path(path))
+    else:
+        with pytest.raises(ConfigError, match="cannot be written"):
+            refuse_unwritable(Path(path))
+    assert tree() == {"file": "old"}
+
+
+# names that are typed
+
+
+@pytest.mark.parametrize("name", ["out", "두 번째/model", "it's", "a b"])
+def test_a_path_is_typed_as_a_shell_reads_it(name):
+    done = subprocess.run(["sh", "-c", f"printf %s {typed(Path(name))}"], capture_output=True, check=True)
+    assert done.stdout.decode() == name
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("here", "here"),
+        ("checkpoint-1", "out/checkpoint-1"),
+        ("checkpoint-9", "out/checkpoint-9"),
+        ("checkpoint-9/global_step9", "out/checkpoint-9/global_step9"),
+        ("model", "model"),
+        ("/gone", "/gone"),
+    ],
+)
+def test_a_name_that_is_not_here_is_looked_up_in_the_run(name, found):
+    for folder in ("here", "out/here", "out/checkpoint-1"):
+        Path(folder).mkdir(parents=True)
+    assert in_run(Path(name), Path("out")) == Path(found)
 
 
 # new_folder

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from dstool.config import Config, load
 from dstool.consolidate import consolidate
-from dstool.errors import DstoolError, InputError, ModelError, NoDevice
+from dstool.errors import ConfigError, DstoolError, InputError, ModelError, NoDevice
 from dstool.infer import InferResult, infer, newest_model
 from dstool.merge import merge
 
@@ -104,6 +104,49 @@ def test_I14_a_batch_of_texts_of_unequal_length_equals_plain_transformers_one_by
     )
     assert len({round(probability, 4) for _, probability in expected}) > 3
     assert (result.model, result.device, result.dtype) == (folder, "cpu", "fp32")
+
+
+SEVERAL = {"problem_type": "multi_label_classification"}
+ONE = {"id2label": {0: "score"}, "label2id": {"score": 0}}
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (SEVERAL, "several"),
+        ({**SEVERAL, **ONE}, "several"),
+        (ONE, "number"),
+        ({**ONE, "problem_type": "regression"}, "number"),
+    ],
+)
+def test_what_the_outputs_mean_is_the_models_own(
+    options: dict[str, Any], problem: str, classifier: Callable[..., Path]
+) -> None:
+    folder = classifier("bert", **options)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    for each in ask(folder).predictions:
+        with torch.no_grad():
+            logits = model(**tokenizer(each.text, return_tensors="pt")).logits[0]
+        if problem == "several":
+            assert each.probability == pytest.approx(float(logits.sigmoid().max()), abs=1e-5)
+            assert (each.label, each.value) == (model.config.id2label[int(logits.argmax())], None)
+        else:
+            assert (each.label, each.probability) == (None, None)
+            assert each.value == pytest.approx(float(logits[0]), abs=1e-5)
+
+
+def test_several_numbers_are_refused(classifier: Callable[..., Path]) -> None:
+    folder = classifier("bert", problem_type="regression")
+    assert "gives 3 numbers" in refusal(ModelError, folder).message
+
+
+def test_a_number_is_shown_beside_its_text(
+    classifier: Callable[..., Path], here: Path, command: Callable[..., Any]
+) -> None:
+    folder = classifier("bert", **ONE)
+    done = command("dstool", "infer", "--model", str(folder), "--text", TEXTS[0], cwd=here)
+    assert done.out == f"{ask(folder, TEXTS[0]).predictions[0].value:.3f}  {TEXTS[0]}\n"
 
 
 @pytest.mark.distributed
@@ -219,6 +262,119 @@ def test_I05_fp16_on_the_cpu_is_refused(llama: Path) -> None:
     assert "bf16" in str(found.hint)
 
 
+# --- pairs and chats ----------------------------------------------------------------------------------------
+
+
+def test_a_pair_is_read_as_plain_transformers_does(classifier: Callable[..., Path]) -> None:
+    folder = classifier("bert")
+    seconds = tuple(f"second {n}" for n in range(len(TEXTS)))
+    found = infer(TEXTS, settings(), model=folder, pairs=seconds).predictions
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    for each, text, second in zip(found, TEXTS, seconds, strict=True):
+        with torch.no_grad():
+            chances = model(**tokenizer(text, second, return_tensors="pt")).logits[0].softmax(-1)
+        assert (each.text, each.text_pair) == (text, second)
+        assert each.probability == pytest.approx(float(chances.max()), abs=1e-5)
+    assert [each.probability for each in found] != [each.probability for each in ask(folder).predictions]
+
+
+def test_texts_that_make_no_pairs_are_refused(classifier: Callable[..., Path], llama: Path) -> None:
+    for folder, pairs, said in [
+        (classifier("bert"), ["one"], "6 --text and 1 --text-pair make no pairs"),
+        (classifier("bert"), [*"abcde", ""], "a text is empty"),
+        (llama, [*"abcdef"], "takes no --text-pair"),
+    ]:
+        with pytest.raises(DstoolError, match=said) as caught:
+            infer(TEXTS, settings(), model=folder, pairs=pairs)
+        assert caught.value.hint
+
+
+def test_a_model_of_pairs_that_is_asked_one_text_is_warned_of(
+    classifier: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = classifier("bert")
+    (folder / "run.json").write_text('{"rows": "pairs"}')
+    ask(folder)
+    assert "was trained on pairs of texts: --text-pair gives the second" in caplog.text
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def chatty(llama: Path) -> Path:
+    """The folder of a tiny Llama with a chat template."""
+    (llama / "chat_template.jinja").write_text(TEMPLATE)
+    return llama
+
+
+def said(folder: Path, text: str, *words: str) -> str | None:
+    return ask(folder, text, words=words).predictions[0].generated
+
+
+@pytest.mark.parametrize("rows", [None, "texts", "messages"])
+@pytest.mark.parametrize("given", [None, True, False])
+def test_a_model_of_messages_is_asked_in_its_template_unless_told_otherwise(
+    given: bool | None, rows: str | None, chatty: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if rows:
+        (chatty / "run.json").write_text(json.dumps({"rows": rows}))
+    caplog.set_level("INFO", "dstool")
+    found = ask(chatty, "a lamp", words=(f"chat={str(given).lower()}",) if given is not None else ())
+    chat = rows == "messages" if given is None else given
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chatty)
+    model = transformers.AutoModelForCausalLM.from_pretrained(chatty).eval()
+    text = "<user>a lamp<end><assistant>" if chat else "a lamp"
+    encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not chat)
+    out = model.generate(**encoded, max_new_tokens=6, do_sample=False, pad_token_id=0)[
+        0, encoded.input_ids.shape[1] :
+    ]
+    assert found.chat == chat
+    assert found.predictions[0].generated == tokenizer.decode(out, skip_special_tokens=True)
+    assert ("--chat asks it that way" in caplog.text) == (given is None and rows is None)
+
+
+def test_the_record_of_the_run_is_found_from_its_checkpoints(chatty: Path, here: Path) -> None:
+    (here / "run.json").write_text('{"rows": "messages"}')
+    for place in ("checkpoint-1", "consolidated/checkpoint-1"):
+        assert ask(Path(shutil.copytree(chatty, here / place)), "a lamp").chat
+
+
+def test_a_long_text_is_cut_and_its_template_is_not(chatty: Path) -> None:
+    """Digits: each of them is a token, as each letter of the template is."""
+    end = "".join(str(n % 10) for n in range(9))
+    frame = "<user><end><assistant>"
+    limit = 9 + len(transformers.AutoTokenizer.from_pretrained(chatty)(frame).input_ids)
+    words = ("chat=true", f"max_length={limit}", "max_new_tokens=6")
+    assert said(chatty, f"{'Z' * 90}{end}", *words) == said(chatty, end, *words)
+
+
+def test_a_chat_without_a_template_is_refused(llama: Path) -> None:
+    assert refusal(ConfigError, llama, words=("chat=true",)).hint == "--no-chat"
+    (llama / "chat_template.jinja").write_text("{{ raise_exception('no system message') }}")
+    found = refusal(ModelError, llama, words=("chat=true",))
+    assert "no system message" in found.message
+
+
+@pytest.mark.distributed
+def test_a_run_on_conversations_answers_in_its_template(
+    tiny: Callable[..., Path], write: Callable[..., Path], train_here: Callable[..., Any]
+) -> None:
+    model = tiny("llama")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    turns = [{"role": "user", "content": "a lamp?"}, {"role": "assistant", "content": "warm light"}]
+    write("chats.jsonl", *[json.dumps({"messages": turns})] * 60)
+    run = train_here(
+        *(f"model.name={model}", "model.from_scratch=null", "model.task=causal-lm", "data.train=chats.jsonl"),
+        *("data.text_column=messages", "data.block_size=32", "train.max_steps=1", "train.save_strategy=no"),
+    )
+    assert ask(run.output_dir, "a lamp?").chat
+
+
 # --- which model -------------------------------------------------------------------------------------------
 
 
@@ -271,8 +427,9 @@ def lose_tokenizer(folder: Path) -> None:
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "no such folder"),
+    "a file": (lambda folder: (shutil.rmtree(folder), folder.touch()), "is a file"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-    "no tokenizer": (lose_tokenizer, "has no usable tokenizer"),
+    "no tokenizer": (lose_tokenizer, "no tokenizer in the folder"),
     "tokens beyond the rows": (add_tokens, "the tokenizer has 301 tokens, the model's vocab_size is 300"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "the model cannot be loaded"),
     "an empty file": (
@@ -358,11 +515,14 @@ def test_json_is_one_object(llama: Path, here: Path, command: Callable[..., Any]
         "model": str(here / "model"),
         "device": "cpu",
         "dtype": "fp32",
+        "chat": False,
         "predictions": [
             {
                 "text": TEXTS[3],
+                "text_pair": None,
                 "label": None,
                 "probability": None,
+                "value": None,
                 "generated": ask(llama, TEXTS[3]).predictions[0].generated,
             }
         ],

@@ -18,6 +18,7 @@ from dstool.errors import (
     DataError,
     EnvironmentUnfit,
     NoDevice,
+    RankCrashed,
     RankFailed,
     RunFailed,
 )
@@ -239,6 +240,13 @@ def test_an_error_of_a_class_that_this_version_does_not_know_is_a_failed_run(rep
     report.write_text(json.dumps({"error": "FromTheFuture", "message": "what", "hint": None}))
     with pytest.raises(RunFailed, match="what"):
         launch._read_report(report, 1)
+
+
+def test_a_bug_in_a_rank_is_a_bug(report):
+    report_error(RankCrashed("rank 1 ended with ZeroDivisionError: oh", hint="see the traceback above"))
+    with pytest.raises(RankCrashed) as caught:
+        launch._read_report(report, 1)
+    assert caught.value.exit_code == 1
 
 
 def test_a_report_is_whole_when_it_is_there(report, monkeypatch):

@@ -310,12 +310,21 @@ def test_M01_the_hint_points_at_the_shards(model: Path, here: Path) -> None:
 @pytest.mark.parametrize("said", ["max_shard_size 'big' is no size", "cannot be loaded"])
 def test_a_failure_with_force_leaves_what_was_there(said: str, model: Path, here: Path) -> None:
     (here / "merged").mkdir()
-    (here / "merged/notes.txt").write_text("mine")
+    (here / "merged/config.json").write_text("mine")
     size = "big" if "big" in said else "5GB"
     if size == "5GB":
         edit_config(model, num_hidden_layers="two")
     assert said in refusal(DstoolError, model, here / "merged", max_shard_size=size, force=True).message
-    assert names(here) == ["merged", "merged/notes.txt"]
+    assert names(here) == ["merged", "merged/config.json"]
+
+
+def test_force_replaces_nothing_but_a_model(model: Path, here: Path) -> None:
+    run = Path(shutil.copytree(model, here / "other-run"))
+    (run / "run.json").write_text("{}")
+    found = refusal(ConfigError, model, run, force=True)
+    assert found.message.startswith(f"{run / 'run.json'} is nothing that dstool wrote")
+    assert "current folder" in refusal(ConfigError, model, Path(), force=True).message
+    assert (run / "model.safetensors").is_file()
 
 
 def test_a_folder_that_exists_is_left_alone_and_replaced_whole_by_force(model: Path, here: Path) -> None:
@@ -333,7 +342,74 @@ def test_a_checkpoint_is_never_replaced_by_a_model(trained: Path, here: Path) ->
     before = names(here)
     error = refusal(ConfigError, run, run / "checkpoint-16", force=True)
     assert "holds a ZeRO checkpoint" in str(error)
+    for place in ("checkpoint-16/merged", "checkpoint-1/global_step1/merged"):
+        assert "lies in the checkpoint" in str(refusal(ConfigError, run, run / place))
     assert names(here) == before
+
+
+# --- the precision of a run's weights --------------------------------------------------------------------
+
+
+@pytest.fixture
+def sixteen_bits(train_here: Callable[..., Any]) -> Callable[..., Path]:
+    """The folder of a run in bf16, with a checkpoint after each of its two or three steps."""
+
+    def make(*words: str) -> Path:
+        saving = ("train.save_strategy=steps", "train.save_steps=1", "train.save_first_step=false")
+        words = ("train.bf16=true", "train.max_steps=3", "train.learning_rate=1e-2", *saving, *words)
+        return Path(train_here(*words).output_dir)
+
+    return make
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a folder with one file."""
+    return dict(load_file(folder / "model.safetensors"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", [None, 2])
+def test_fp32_of_a_run_in_16_bits_is_that_of_its_masters(
+    stage: int | None, sixteen_bits: Callable[..., Path], here: Path
+) -> None:
+    run = sixteen_bits()
+    merge(run, here / "rounded", zero_stage=stage)
+    assert all(torch.equal(value, weights(run)[name]) for name, value in weights(here / "rounded").items())
+    merge(run, here / "exact", dtype="fp32", zero_stage=stage)
+    masters = weights(consolidate(run / "checkpoint-3", here / "masters").output_dir)
+    exact = weights(here / "exact")
+    assert all(torch.equal(exact[name], masters[name]) for name in exact)
+    assert any((value != value.bfloat16().float()).any() for value in exact.values())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", [None, 2])
+def test_weights_that_stay_rounded_are_warned_of(
+    stage: int | None,
+    sixteen_bits: Callable[..., Path],
+    here: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A checkpoint of another step than the final weights gives nothing, whatever --zero-stage says."""
+    run = sixteen_bits()
+    shutil.rmtree(run / "checkpoint-3")
+    caplog.set_level("INFO", "dstool")
+    merge(run, here / "merged", dtype="fp32", zero_stage=stage)
+    assert "written as fp32 they stay rounded" in caplog.text
+    assert all(
+        torch.equal(value.bfloat16(), weights(run)[name]) for name, value in weights(here / "merged").items()
+    )
+
+
+@pytest.mark.distributed
+def test_the_masters_of_the_best_model_are_those_of_its_checkpoint(
+    sixteen_bits: Callable[..., Path], here: Path
+) -> None:
+    run = sixteen_bits("train.load_best_model_at_end=true", "train.eval_strategy=steps", "train.eval_steps=1")
+    record = json.loads((run / "run.json").read_text())
+    merge(run, here / "exact", dtype="fp32")
+    masters = weights(consolidate(run / record["best"], here / "masters").output_dir)
+    assert all(torch.equal(value, masters[name]) for name, value in weights(here / "exact").items())
 
 
 @pytest.mark.parametrize("above", [".", "..", "../../"])

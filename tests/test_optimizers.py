@@ -59,7 +59,8 @@ def warmup_decay(step: int) -> float:
 def warmup_cosine(step: int) -> float:
     if step < WARMUP:
         return log_warmup(step)
-    return 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
+    least = 1e-4  # cos_min_ratio
+    return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
 
 
 def one_cycle(step: int) -> float:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -145,6 +146,13 @@ def test_a_model_folder_without_a_config():
     assert error.message == "model has no config.json"
 
 
+def test_a_file_in_place_of_a_model_folder():
+    Path("model/model.safetensors").touch()
+    error = refusal("model.name=model/model.safetensors")
+    assert (type(error), error.message) == (ModelError, "model/model.safetensors is a file")
+    assert error.hint == "name its folder: model.name=model"
+
+
 @pytest.mark.parametrize("name", ["./gone", "../gone", "/gone/model", "runs/of/mine"])
 def test_a_model_folder_that_is_not_there(name):
     error = refusal(f"model.name={name}")
@@ -201,7 +209,7 @@ def test_a_data_file_that_cannot_be_used(key, text, said):
 
 def test_a_lost_column_is_mended_by_the_key_in_the_hint():
     Path("reviews.csv").write_text("text,stars\ngood,1\n")
-    assert refusal().hint == "set data.label_column"
+    assert refusal().hint == "set data.label_column to one of them"
     assert check("data.label_column=stars")
 
 
@@ -214,7 +222,15 @@ def test_a_language_model_needs_no_label():
     Path("book.txt").write_text("once upon a time\n")
     assert check("model.task=causal-lm", "data.train=book.txt")
     error = refusal("data.train=book.txt")
-    assert type(error) is DataError
+    assert (type(error), "a text file has no labels" in error.message) == (DataError, True)
+    assert "put text and label into a file" in error.hint
+
+
+def test_a_semicolon_is_said_and_the_hint_mends_it():
+    Path("reviews.csv").write_text("text;label\ngood;1\nbad;0\n")
+    error = refusal()
+    assert error.message == 'reviews.csv looks divided by ";" rather than by ","'
+    assert check(*shlex.split(error.hint))
 
 
 def test_a_broken_first_row_that_is_to_be_left_out_is_no_fault():

@@ -59,6 +59,7 @@ def test_every_block_is_run_by_a_test() -> None:
         ("What a key means", "bash"),
         ("What a key means", "console"),
         ("Checkpoints to weights", "bash"),
+        ("Asking the model", "bash"),
         ("From Python", "python"),
         ("Working on dstool", "bash"),
     }
@@ -140,6 +141,14 @@ def test_checkpoints_to_weights(trained: Path, tmp_path: Path, command: Callable
     for line in commands("Checkpoints to weights"):
         shell(line, command, run)
     assert all((run / name / "config.json").is_file() for name in ("weights", "model-bf16", "model-fp32"))
+
+
+def test_asking_the_model(trained: Path, tmp_path: Path, command: Callable[..., Any]) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    shutil.copytree(run / "out", run / "my-model")
+    one, other = (shell(line, command, run).out for line in commands("Asking the model"))
+    assert without_numbers(one) == "LABEL  0  It broke.\nLABEL  0  It did not."
+    assert '"label": ' in other
 
 
 def test_from_python(tmp_path: Path, command: Callable[..., Any]) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from dstool.launch import free_port
+
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 BIN = Path(sys.executable).parent
@@ -106,6 +108,13 @@ def test_what_every_rank_finds_is_said_once(
     assert done.err.count("reviews.csv:22 has no text") == 1
     assert done.err.count("error: ") == 1
     assert not (ready / "out").exists()
+
+
+def test_what_every_rank_lacks_is_said_once(ready: Path, command: Callable[..., Any]) -> None:
+    launcher = ("deepspeed", "--num_gpus", "2", "--master_port", str(free_port()), "--no_python")
+    done = command(*launcher, "dstool", "train", "train.fp16=true", cwd=ready, code=4)
+    assert done.err.count("error: ") == 1
+    assert "fp16 needs a GPU" in done.err
 
 
 def test_L07_a_port_that_is_taken(ready: Path, command: Callable[..., Any]) -> None:

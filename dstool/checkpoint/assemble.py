@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dstool.checkpoint.layout import ZeroCheckpoint, fp32_groups_key, read
+from dstool.checkpoint.layout import ZeroCheckpoint, fp32_groups_key, ranks, read
 from dstool.errors import CheckpointError
 
 logger = logging.getLogger("dstool.checkpoint")
@@ -44,8 +44,8 @@ def fp32_state_dict(checkpoint: ZeroCheckpoint) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: a partition is missing or of the wrong size, or a tensor would be left out.
     """
-    where = (checkpoint.folder, checkpoint.stage, checkpoint.world_size, checkpoint.step)
-    logger.info("gathering %s: ZeRO stage %d, %d ranks, step %d", *where)
+    where = (checkpoint.folder, checkpoint.stage, ranks(checkpoint.world_size), checkpoint.step)
+    logger.info("gathering %s: ZeRO stage %d, %s, step %d", *where)
     models = [read(file) for file in checkpoint.model_files]
     if checkpoint.stage == 0:
         return _from_module(checkpoint, models[0])

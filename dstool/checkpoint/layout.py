@@ -20,26 +20,25 @@ import logging
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dstool.errors import CheckpointError
+from dstool.errors import CheckpointError, ConfigError
+from dstool.files import typed
 
 logger = logging.getLogger("dstool.checkpoint")
 
 LATEST = "latest"
 SWAP_FOLDER = "offloaded_tensors"
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    "adapter_model.safetensors",
-)
+WEIGHT_FILES: Mapping[str, str] = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}
+"""A model's whole weights by their format, in the order that `from_pretrained` prefers."""
+INDEX = ".index.json"
+"""Follows the name of a weight file, and says which shards stand for it."""
+ADAPTER_FILE = "adapter_model.safetensors"
 
 _RUN_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -107,17 +106,22 @@ def find(path: Path) -> ZeroCheckpoint:
         names = ", ".join(tag.name for tag in tags)
         raise CheckpointError(
             f"{path / LATEST} is missing, and only it says which of these is meant: {names}",
-            hint=f"name the folder itself: dstool consolidate {tags[-1]}",
+            hint=f"name the folder itself: dstool consolidate {typed(tags[-1])}",
         )
     if _run_checkpoints(path):
         return newest_complete(path)
     raise _nothing_in(path)
 
 
-def newest_complete(run_dir: Path) -> ZeroCheckpoint:
+def newest_complete(
+    run_dir: Path, also: Callable[[ZeroCheckpoint], object] = lambda _: None
+) -> ZeroCheckpoint:
     """The highest checkpoint-N in a run's output folder that is complete.
 
     Newer ones that are not complete are passed over with a warning.
+
+    Args:
+        also: raises `CheckpointError` for one that lacks what the caller needs besides.
 
     Raises:
         CheckpointError: there is none; says what is wrong with the newest.
@@ -128,6 +132,7 @@ def newest_complete(run_dir: Path) -> ZeroCheckpoint:
     for candidate in _run_checkpoints(run_dir):
         try:
             found = find(candidate)
+            also(found)
         except CheckpointError as problem:
             problems.append(problem)
             continue
@@ -142,6 +147,37 @@ def is_zero(path: Path) -> bool:
     if not path.is_dir():
         return False
     return _is_root(path) or _is_tag_folder(path) or any(_is_root(each) for each in _run_checkpoints(path))
+
+
+def refuse_inside(target: Path, hint: str) -> None:
+    """Raise `ConfigError` where `target` is a checkpoint or lies in one, also where that is another's.
+
+    Older 16-bit weights lie there that loaders would prefer, and the files of a checkpoint belong together.
+    """
+    for folder in (target.resolve(), *target.resolve().parents):
+        if is_checkpoint(folder):
+            holds = folder == target.resolve()
+            what = "holds a ZeRO checkpoint" if holds else f"lies in the checkpoint {folder}"
+            raise ConfigError(f"{target} {what}", hint=hint)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a checkpoint itself, of either level: one that a run has its `latest` in, or the tag.
+
+    Reads names only.
+    """
+    return _is_tag_folder(path) or ((path / LATEST).is_file() and bool(_tag_folders(path)))
+
+
+def ranks(count: int) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{count} rank{'s' if count != 1 else ''}"
+
+
+def plain_weights(path: Path) -> str | None:
+    """The name of the weight file, or of the index of its shards, that `from_pretrained` reads in `path`."""
+    names = (name for each in WEIGHT_FILES.values() for name in (each, each + INDEX))
+    return next((name for name in names if (path / name).is_file()), None)
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -176,7 +212,7 @@ def _read_latest(root: Path) -> str:
     """The tag that `latest` names, checked to be a folder in `root`."""
     file = root / LATEST
     tags = _tag_folders(root)
-    hint = f"name the folder itself: dstool consolidate {tags[-1]}" if tags else _other_hint(root)
+    hint = f"name the folder itself: dstool consolidate {typed(tags[-1])}" if tags else _other_hint(root)
     try:
         tag = file.read_text(encoding="utf-8").strip()
     except (UnicodeDecodeError, OSError) as error:
@@ -296,7 +332,7 @@ def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> di
             if rank in found:
                 raise CheckpointError(
                     f"{folder} holds {found[rank].name} and {name}, both of rank {rank}: two runs are mixed",
-                    hint=f"keep the one whose date fits the other files: ls -l {folder}",
+                    hint=f"keep the one whose date fits the other files: ls -l {typed(folder)}",
                 )
             found[rank] = folder / name
     return dict(sorted(found.items()))
@@ -305,7 +341,7 @@ def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> di
 def _refuse_foreign(root: Path, folder: Path, kind: str, name: str) -> CheckpointError:
     return CheckpointError(
         f"{folder / name} is part of a {kind} checkpoint, which dstool cannot put together",
-        hint=f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {folder} "
+        hint=f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {typed(folder)} "
         f"--output_folder {root / (folder.name + '_universal')}",
     )
 
@@ -350,7 +386,7 @@ def _complete(files: _Files, found: Mapping[int, Path], world_size: int, name: s
             raise _missing(files, absent, f"rank {rank} of {world_size}")
     if surplus := [file for rank, file in found.items() if rank >= world_size]:
         raise CheckpointError(
-            f"{surplus[0]} is there, but the run had only {world_size} ranks: two runs are mixed",
+            f"{surplus[0]} is there, but the run had only {ranks(world_size)}: two runs are mixed",
             hint=_other_hint(files.root),
         )
     return tuple(found[rank] for rank in range(world_size))
@@ -509,28 +545,30 @@ def _other_hint(root: Path, otherwise: str = "save the checkpoint again, or copy
             if int(candidate.name.removeprefix("checkpoint-")) < int(match[1]) and _is_root(candidate)
         ]
         if earlier:
-            return f"an earlier checkpoint exists: dstool consolidate {earlier[0]}"
+            return f"an earlier checkpoint exists: dstool consolidate {typed(earlier[0])}"
     return otherwise
 
 
 def _not_a_folder(path: Path) -> CheckpointError:
     if path.exists():
-        return CheckpointError(f"{path} is a file", hint=f"name its folder: dstool consolidate {path.parent}")
+        return CheckpointError(
+            f"{path} is a file", hint=f"name its folder: dstool consolidate {typed(path.parent)}"
+        )
     near = [entry for entry in path.parent.iterdir() if is_zero(entry)] if path.parent.is_dir() else []
-    names = ", ".join(str(entry) for entry in sorted(near, key=_natural))
+    names = ", ".join(typed(entry) for entry in sorted(near, key=_natural))
     return CheckpointError(f"{path} does not exist", hint=f"there is {names}" if near else "check the path")
 
 
 def _nothing_in(path: Path) -> CheckpointError:
     looked = f"`{LATEST}`, global_step*/ and checkpoint-*/"
-    if weights := next((name for name in WEIGHT_FILES if (path / name).is_file()), None):
-        adapter = weights.startswith("adapter")
+    adapter = (path / ADAPTER_FILE).is_file() and not plain_weights(path)
+    if weights := ADAPTER_FILE if adapter else plain_weights(path):
         return CheckpointError(
             f"{path} holds {weights} and no ZeRO state ({looked}): these are already plain weights",
-            hint="peft loads an adapter as it is" if adapter else f"dstool merge --input-dir {path}",
+            hint="peft loads an adapter as it is" if adapter else f"dstool merge --input-dir {typed(path)}",
         )
     inside = sorted((entry for entry in path.iterdir() if is_zero(entry)), key=_natural)
-    names = " or ".join(f"dstool consolidate {entry}" for entry in inside)
+    names = " or ".join(f"dstool consolidate {typed(entry)}" for entry in inside)
     return CheckpointError(
         f"no ZeRO checkpoint in {path}: looked for {looked}",
         hint=names or "name the checkpoint-N folder that the run wrote",

@@ -15,14 +15,22 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from dstool import files
+from dstool.checkpoint import layout
 from dstool.errors import CheckpointError, ConfigError, EnvironmentUnfit
 
 Format = Literal["safetensors", "bin"]
 
-PATTERNS: Mapping[Format, str] = {
-    "safetensors": "model{suffix}.safetensors",
-    "bin": "pytorch_model{suffix}.bin",
-}
+WEIGHT_PATTERNS = (
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model-*-of-*.bin",
+    "pytorch_model.bin.index.json",
+)
+"""Every name that `write_weights` gives to a file."""
+
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB)\s*", re.IGNORECASE)
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -64,23 +72,22 @@ def write_weights(
     limit = parse_size(max_shard_size)
     names = _stored_names(state)
     planned = {name: _planned(state[name], dtype) for name in names}
-    split = split_torch_state_dict_into_shards(
-        planned, filename_pattern=PATTERNS[file_format], max_shard_size=limit
-    )
+    pattern = layout.WEIGHT_FILES[file_format].replace(".", "{suffix}.")
+    split = split_torch_state_dict_into_shards(planned, filename_pattern=pattern, max_shard_size=limit)
     _check_room(folder, sum(each.nbytes for each in planned.values()))
-    files = list(split.filename_to_tensors)
+    written = list(split.filename_to_tensors)
     for file, members in split.filename_to_tensors.items():
         shard = {name: _cast(name, state[name], dtype) for name in members}
         _save(shard, folder / file, file_format)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        files.append(_write_index(index, folder, file_format))
+        written.append(_write_index(index, folder, file_format))
     return Written(
         folder,
-        tuple(files),
+        tuple(written),
         tensors=len(names),
         parameters=sum(each.numel() for each in planned.values() if each.is_floating_point()),
-        bytes=sum((folder / file).stat().st_size for file in files),
+        bytes=sum((folder / file).stat().st_size for file in written),
     )
 
 
@@ -98,7 +105,10 @@ def parse_size(text: str) -> int:
 def _stored_names(state: Mapping[str, torch.Tensor]) -> list[str]:
     """One name for each distinct tensor, in the order of `state`."""
     if not state:
-        raise CheckpointError("there are no tensors to write")
+        raise CheckpointError(
+            "there are no tensors to write",
+            hint="the weights are empty: name another folder or checkpoint",
+        )
     tied: dict[tuple[Any, ...], list[str]] = {}
     for name, value in state.items():
         if value.numel() == 0:
@@ -138,12 +148,12 @@ def _save(shard: dict[str, torch.Tensor], file: Path, file_format: Format) -> No
     except (OSError, RuntimeError, SafetensorError) as error:
         raise EnvironmentUnfit(
             f"{file.name} could not be written: {' '.join(str(error).split())[:200]}",
-            hint=f"df -h {file.parent.parent} shows the space there",
+            hint=f"df -h {files.typed(file.parent.parent)} shows the space there",
         ) from error
 
 
 def _write_index(index: Mapping[str, Any], folder: Path, file_format: Format) -> str:
-    name = PATTERNS[file_format].format(suffix="") + ".index.json"
+    name = layout.WEIGHT_FILES[file_format] + layout.INDEX
     (folder / name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return name
 

@@ -27,6 +27,8 @@ from dstool.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from dstool.config import DataSection, Task
+
 FORMATS: Mapping[str, str] = {
     ".csv": "csv",
     ".tsv": "tsv",
@@ -43,6 +45,7 @@ _SKIP_HINT = "mend the row, or leave broken rows out with data.skip_bad_rows=tru
 _KNOWN_HINT = f"data files end in {', '.join(FORMATS)}"
 
 _PIECE_BYTES = 4 * 1024
+_DELIMITERS = ",;\t|"
 _BATCH_ROWS = 1024
 
 # The longest cell that csv accepts. An open quote would otherwise pull the rest of a file into memory.
@@ -74,12 +77,23 @@ class Columns:
     text_pair: str | None = None
 
 
+def columns_for(section: DataSection, task: Task) -> Columns:
+    """The columns that `task` reads, under the names that the run file gives them."""
+    label = section.label_column if task == "text-classification" else None
+    return Columns(section.text_column, label, section.text_pair_column)
+
+
+def reading_options(section: DataSection) -> dict[str, Any]:
+    """What the run file says of how its files are read: the options of `read_rows`."""
+    return section.model_dump(include={"encoding", "delimiter", "skip_bad_rows"})
+
+
 @dataclass(frozen=True)
 class Row:
     """One example.
 
     `text` is a string, or a list of `{"role": ..., "content": ...}` messages where a JSONL or
-    Parquet cell holds a list. `where` is the file and the line that the row starts on
+    Parquet cell holds a list and no label is read. `where` is the file and the line that the row starts on
     ("reviews.csv:12"), for Parquet its number ("reviews.parquet: row 12"), counted from 1.
     """
 
@@ -87,6 +101,10 @@ class Row:
     label: str | int | None
     text_pair: str | None
     where: str
+    first: bool = True
+    """Whether the text begins here, which is not so for the later pieces of a text file."""
+    last: bool = True
+    """Whether the text ends here."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +113,8 @@ class _Record:
 
     where: str
     cells: Mapping[str, Any]
+    first: bool = True
+    last: bool = True
 
 
 class _RowError(Exception):
@@ -180,32 +200,19 @@ def _format_of(path: Path) -> str:
 # Their columns and rows
 
 
-def columns_of(path: Path, *, encoding: str = "utf-8") -> list[str]:
-    """The column names of `path`, in order. A JSONL file has those of its first object.
-
-    Raises:
-        DataError: the file cannot be read, is empty, or is broken where the names stand.
-        ConfigError: there is no such encoding.
-    """
-    with _failures_named(path, encoding):
-        match _format_of(path):
-            case "parquet":
-                return _parquet_columns(path)
-            case "jsonl":
-                return _jsonl_columns(path, encoding)
-            case "text":
-                return ["text"]
-            case delimited:
-                return _header(path, _delimited_lines(path, delimited, encoding))
-
-
 def read_rows(
-    files: Sequence[Path], columns: Columns, *, encoding: str = "utf-8", skip_bad_rows: bool = False
+    files: Sequence[Path],
+    columns: Columns,
+    *,
+    encoding: str = "utf-8",
+    delimiter: str = ",",
+    skip_bad_rows: bool = False,
 ) -> Iterator[Row]:
     """The rows of `files`, one after the other, never a whole file in memory.
 
     A row is broken when it does not parse, when its text is missing or blank, or when its label is
     missing. With `skip_bad_rows` broken rows are left out, and one warning at the end counts them.
+    `delimiter` is that of CSV files.
 
     Raises:
         DataError: a file that cannot be read, is empty or lacks a column; a broken row; labels that
@@ -215,7 +222,7 @@ def read_rows(
     seen = _Seen()
     for path in files:
         before = seen.total
-        for record in _records(path, columns, encoding):
+        for record in _records(path, columns, encoding, delimiter):
             try:
                 row = _row(record, columns)
             except _RowError as error:
@@ -275,7 +282,19 @@ class _Seen:
             _log.warning("left out %s: %s%s", rows, places, more)
 
 
-def _records(path: Path, columns: Columns, encoding: str) -> Iterator[_Record | _RowError]:
+def row_of(where: str, cells: Mapping[str, Any], columns: Columns, *, hint: str) -> Row:
+    """The row `cells`, which was not read from a file.
+
+    Raises:
+        DataError: it has no text or label, or one that can be none; with `hint`.
+    """
+    try:
+        return _row(_Record(where, cells), columns)
+    except _RowError as error:
+        raise DataError(str(error), hint=hint) from None
+
+
+def _records(path: Path, columns: Columns, encoding: str, delimiter: str) -> Iterator[_Record | _RowError]:
     """What `path` holds, row by row. A broken row is yielded as its error, as reading goes on after it."""
     with _failures_named(path, encoding):
         match _format_of(path):
@@ -285,8 +304,10 @@ def _records(path: Path, columns: Columns, encoding: str) -> Iterator[_Record | 
                 yield from _jsonl_records(path, columns, encoding)
             case "text":
                 yield from _text_pieces(path, columns, encoding)
-            case delimited:
-                yield from _delimited_records(path, delimited, columns, encoding)
+            case "tsv":
+                yield from _delimited_records(path, None, columns, encoding)
+            case _:
+                yield from _delimited_records(path, delimiter, columns, encoding)
 
 
 # One row
@@ -297,10 +318,12 @@ def _row(record: _Record | _RowError, columns: Columns) -> Row:
     if isinstance(record, _RowError):
         raise record
     return Row(
-        text=_text(record, columns.text, messages=True),
+        text=_text(record, columns.text, messages=columns.label is None),
         label=None if columns.label is None else _label(record, columns.label),
         text_pair=None if columns.text_pair is None else _text(record, columns.text_pair),
         where=record.where,
+        first=record.first,
+        last=record.last,
     )
 
 
@@ -339,8 +362,8 @@ def _shown(value: object) -> str:
     return textwrap.shorten(repr(value), 60, placeholder="…")
 
 
-def _require(path: Path, names: Sequence[str], columns: Columns) -> None:
-    """Raise `DataError` unless each of `columns` is once among `names`, the columns of `path`."""
+def require_columns(source: str | Path, names: Sequence[str], columns: Columns) -> None:
+    """Raise `DataError` unless each of `columns` is once among `names`, the columns of `source`."""
     times = Counter(names)
     for option, name in vars(columns).items():
         if name is None or times[name] == 1:
@@ -348,7 +371,7 @@ def _require(path: Path, names: Sequence[str], columns: Columns) -> None:
         listed = textwrap.shorten(", ".join(names), 200, placeholder=" …")
         found = "two columns" if times[name] else "no column"
         raise DataError(
-            f"{path} has {found} {name!r}; its columns are: {listed}",
+            f"{source} has {found} {name!r}; its columns are: {listed}",
             hint=f"set data.{option}_column to one of them",
         )
 
@@ -361,11 +384,15 @@ def _no_rows(path: Path) -> DataError:
 
 
 def _delimited_records(
-    path: Path, kind: str, columns: Columns, encoding: str
+    path: Path, delimiter: str | None, columns: Columns, encoding: str
 ) -> Iterator[_Record | _RowError]:
-    lines = _delimited_lines(path, kind, encoding)
-    header = _header(path, lines)
-    _require(path, header, columns)
+    lines = _delimited_lines(path, delimiter, encoding)
+    try:
+        header = _header(path, lines)
+        require_columns(path, header, columns)
+    except DataError:
+        _refuse_other_delimiter(path, delimiter, encoding)
+        raise
     for where, fields in lines:
         if isinstance(fields, _RowError):
             yield fields
@@ -384,18 +411,36 @@ def _header(path: Path, lines: Iterator[tuple[str, list[str] | _RowError]]) -> l
     raise _no_rows(path)
 
 
-def _delimited_lines(path: Path, kind: str, encoding: str) -> Iterator[tuple[str, list[str] | _RowError]]:
+def _refuse_other_delimiter(path: Path, delimiter: str | None, encoding: str) -> None:
+    """Raise `DataError` where the header of a CSV file looks divided by something else than `delimiter`."""
+    if delimiter is None:
+        return
+    with _open(path, encoding) as file:
+        header = next((line for line in file if line.strip()), "")
+    found = max(_DELIMITERS, key=header.count)
+    if header.count(found) > header.count(delimiter):
+        shown = json.dumps(found)
+        raise DataError(
+            f"{path} looks divided by {shown} rather than by {json.dumps(delimiter)}",
+            hint=f"'data.delimiter={shown}'",
+        )
+
+
+def _delimited_lines(
+    path: Path, delimiter: str | None, encoding: str
+) -> Iterator[tuple[str, list[str] | _RowError]]:
     """Where each row starts, with its fields or the reason that it has none. Blank lines are left out.
 
-    CSV is quoted as in RFC 4180. TSV is not quoted at all: in corpora such as NSMC a quote is a quote.
+    CSV is quoted as in RFC 4180. TSV, which has no `delimiter` but the tab, is not quoted at all: in
+    corpora such as NSMC a quote is a quote.
     """
     csv.field_size_limit(max(_CELL_LIMIT, csv.field_size_limit()))
     with _open(path, encoding) as file:
         lines = (line.replace("\0", _NUL) for line in file)
-        if kind == "tsv":
+        if delimiter is None:
             reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
         else:
-            reader = csv.reader(lines, strict=True)
+            reader = csv.reader(lines, delimiter=delimiter, strict=True)
         while True:
             where = f"{path}:{reader.line_num + 1}"
             try:
@@ -426,17 +471,9 @@ def _jsonl_records(path: Path, columns: Columns, encoding: str) -> Iterator[_Rec
     checked = False
     for record in _json_lines(path, encoding):
         if isinstance(record, _Record) and not checked:
-            _require(path, list(record.cells), columns)
+            require_columns(path, list(record.cells), columns)
             checked = True
         yield record
-
-
-def _jsonl_columns(path: Path, encoding: str) -> list[str]:
-    for record in _json_lines(path, encoding):
-        if isinstance(record, _RowError):
-            raise record.refusal()
-        return list(record.cells)
-    raise _no_rows(path)
 
 
 def _json_lines(path: Path, encoding: str) -> Iterator[_Record | _RowError]:
@@ -465,14 +502,9 @@ def _json_record(where: str, line: str) -> _Record | _RowError:
 # Parquet
 
 
-def _parquet_columns(path: Path) -> list[str]:
-    with _parquet_file(path) as file:
-        return list(file.schema_arrow.names)
-
-
 def _parquet_records(path: Path, columns: Columns) -> Iterator[_Record]:
     with _parquet_file(path) as file:
-        _require(path, file.schema_arrow.names, columns)
+        require_columns(path, file.schema_arrow.names, columns)
         names = list(dict.fromkeys(filter(None, vars(columns).values())))
         number = 0
         for batch in file.iter_batches(_BATCH_ROWS, columns=names):
@@ -507,17 +539,17 @@ def _text_pieces(path: Path, columns: Columns, encoding: str) -> Iterator[_Recor
             f"{path} is a text file, and a text file has no labels",
             hint=f"put text and label into a file that ends in {', '.join(FORMATS)}".removesuffix(", .txt"),
         )
-    _require(path, ["text"], columns)
+    require_columns(path, ["text"], columns)
     start, lines, size = 1, list[str](), 0
     with _open(path, encoding) as file:
         for number, line in enumerate(file, 1):
+            if size >= _PIECE_BYTES:
+                yield _Record(f"{path}:{start}", {"text": "".join(lines)}, first=start == 1, last=False)
+                start, lines, size = number, [], 0
             lines.append(line)
             size += len(line.encode())
-            if size >= _PIECE_BYTES:
-                yield _Record(f"{path}:{start}", {"text": "".join(lines)})
-                start, lines, size = number + 1, [], 0
     if lines:
-        yield _Record(f"{path}:{start}", {"text": "".join(lines)})
+        yield _Record(f"{path}:{start}", {"text": "".join(lines)}, first=start == 1)
 
 
 # Encodings, and files that do not open

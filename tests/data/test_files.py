@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstool.data.files import FORMATS, Columns, Row, columns_of, find_files, read_rows
+from dstool.data.files import FORMATS, Columns, Row, find_files, read_rows
 from dstool.errors import ConfigError, DataError
 
 LABELLED = Columns(label="label")
@@ -145,7 +145,6 @@ def test_columns_are_read_by_name(suffix):
     columns = Columns(text="t", label="y", text_pair="q")
     (row,) = rows_of(file, columns=columns)
     assert (row.text, row.label, row.text_pair) == ("this", "pos", "which?")
-    assert columns_of(file) == ["id", "y", "q", "t"]
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
@@ -305,6 +304,32 @@ def test_a_quote_that_is_never_closed_is_named_by_the_line_it_opens_on():
     assert "never closed" in refusal(write("b.csv", '"text,label\na,1\n')).message
 
 
+@pytest.mark.parametrize(
+    ("delimiter", "header"),
+    [
+        (";", "text;label"),
+        (";", '"text";"label"'),
+        (";", "\nid;text, as written;label"),
+        ("\t", "text\tlabel"),
+        ("|", "text|stars"),
+    ],
+)
+def test_another_delimiter_is_named_and_can_be_set(delimiter, header):
+    file = write("a.csv", f"{header}\n")
+    error = refusal(file)
+    shown = json.dumps(delimiter)
+    assert error.message == f'a.csv looks divided by {shown} rather than by ","'
+    assert error.hint == f"'data.delimiter={shown}'"
+    good = write("b.csv", f'text{delimiter}label\n"a{delimiter}b, c"{delimiter}1\n')
+    assert pairs_of(good, delimiter=delimiter) == [(f"a{delimiter}b, c", "1")]
+    assert 'by "," rather than by' in refusal(write("c.csv", "text,label\n"), delimiter=delimiter).message
+
+
+def test_a_missing_column_is_no_delimiter():
+    assert "has no column 'label'" in refusal(write("a.csv", "text,a;b\n")).message
+    assert "has no column 'text'" in refusal(write("a.tsv", "text,label\n")).message
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".tsv"])
 def test_a_nul_is_kept(suffix):
     assert pairs_of(write_rows(suffix, [{"text": "a\0b", "label": "1"}])) == [("a\0b", "1")]
@@ -334,7 +359,7 @@ def test_a_cell_longer_than_the_default_limit_of_csv():
         ('{"label": 1}', "has no text"),
         ('{"text": 5, "label": 1}', "has 5 in column 'text', which is no text"),
         ('{"text": [], "label": 1}', "has no text"),
-        ('{"text": ["a"], "label": 1}', "has a message without 'role' and 'content'"),
+        ('{"text": ["a"], "label": 1}', "has ['a'] in column 'text', which is no text"),
     ],
 )
 def test_D10_a_broken_json_line_is_named(line, said):
@@ -349,8 +374,7 @@ def test_D10_a_broken_json_line_is_named(line, said):
 def test_a_broken_first_line_can_be_left_out():
     file = write("a.jsonl", 'oops\n{"text": "good", "label": 0}\n')
     assert pairs_of(file, skip_bad_rows=True) == [("good", 0)]
-    with pytest.raises(DataError, match=r"a\.jsonl:1 is not JSON"):
-        columns_of(file)
+    assert refusal(file).message.startswith("a.jsonl:1 is not JSON")
 
 
 @pytest.mark.parametrize(
@@ -393,6 +417,18 @@ def test_messages_are_kept_as_a_list(suffix):
     assert row.text == MESSAGES
 
 
+@pytest.mark.parametrize("turn", ["hi", {"role": "user"}, {"content": "hi"}, None])
+def test_a_message_without_role_or_content_is_broken(turn):
+    file = write("a.jsonl", json.dumps({"text": [*MESSAGES, turn]}))
+    said = "a.jsonl:1 has a message without 'role' and 'content'"
+    assert refusal(file, columns=UNLABELLED).message.startswith(said)
+
+
+def test_messages_are_no_text_to_classify():
+    file = write("a.jsonl", json.dumps({"text": MESSAGES, "label": "pos"}))
+    assert refusal(file).message.startswith("a.jsonl:1 has [{'role': 'user',")
+
+
 def test_parquet_rows_are_numbered_over_batches():
     file = write_parquet("a.parquet", {"text": ["x"] * 2500, "label": [0] * 2499 + [None]})
     assert refusal(file).message == "a.parquet: row 2500 has no label in column 'label'"
@@ -423,8 +459,6 @@ def test_a_parquet_file_without_rows():
 def test_an_unreadable_parquet_file(content):
     file = write("a.parquet", content)
     assert refusal(file).message.startswith("cannot read a.parquet: ")
-    with pytest.raises(DataError):
-        columns_of(file)
 
 
 def test_parquet_text_that_is_not_utf8():
@@ -446,7 +480,14 @@ def test_text_is_cut_into_pieces_of_whole_lines():
     for row in rows:
         assert row.where == f"a.txt:{before + 1}"
         before += row.text.count("\n")
-    assert columns_of(file) == ["text"]
+    assert [row.first for row in rows] == [True, *[False] * (len(rows) - 1)]
+    assert [row.last for row in rows] == [*[False] * (len(rows) - 1), True]
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_a_text_of_exactly_one_piece_is_whole(end):
+    (row,) = rows_of(write("a.txt", "x" * 5000 + end), columns=UNLABELLED)
+    assert (row.first, row.last) == (True, True)
 
 
 def test_text_has_no_labels():
@@ -466,7 +507,6 @@ def test_a_byte_order_mark_is_honoured(codec, suffix):
     else:
         file = write_rows(suffix, [{"text": "영화가 좋다"}])
     file.write_bytes(("\ufeff" + file.read_text("utf-8")).encode(codec))
-    assert columns_of(file) == ["text"]
     assert [row.text.strip() for row in rows_of(file, columns=UNLABELLED)] == ["영화가 좋다"]
 
 
@@ -513,10 +553,9 @@ def test_utf_16_that_python_refuses_for_want_of_a_mark():
 @pytest.mark.parametrize("encoding", ["utf-9", "hex", "", "a\0b"])
 def test_an_unknown_encoding_is_a_config_error(encoding):
     file = write("a.csv", "text,label\na,1\n")
-    for read in (rows_of, columns_of):
-        with pytest.raises(ConfigError) as caught:
-            read(file, encoding=encoding)
-        assert repr(encoding) in caught.value.message
+    with pytest.raises(ConfigError) as caught:
+        rows_of(file, encoding=encoding)
+    assert repr(encoding) in caught.value.message
 
 
 # Files that do not open
