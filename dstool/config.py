@@ -32,6 +32,8 @@ RECORD = "run.json"
 
 Task = Literal["text-classification", "causal-lm"]
 Dtype = Literal["fp32", "bf16", "fp16"]
+ConsolidateDtype = Literal["fp32", "bf16", "fp16", "keep"]
+Engine = Literal["stream", "deepspeed"]
 Delimiter = Literal[",", ";", "\t", "|"]
 FileFormat = Literal["safetensors", "bin"]
 
@@ -99,7 +101,7 @@ class ConsolidateSection(_Section):
     """How a ZeRO checkpoint becomes weights."""
 
     output_dir: str | None = Field(None, description="default: consolidated/NAME in the run's folder")
-    dtype: Dtype = Field("fp32", description="of the weights written")
+    dtype: ConsolidateDtype = Field("fp32", description="of the weights written; keep: as they are")
     max_shard_size: str = Field("5GB", description="the largest file written")
     format: FileFormat = Field("safetensors", description="of the files written")
 

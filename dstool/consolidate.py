@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dstool import files, models
-from dstool.checkpoint import assemble, layout, writer
-from dstool.config import Dtype, FileFormat
+from dstool import files
+from dstool.checkpoint import companions, layout, reader, writer
+from dstool.checkpoint.reader import Entry, Weights
+from dstool.checkpoint.stream import Progress
+from dstool.config import ConsolidateDtype, Engine, FileFormat
 from dstool.errors import ConfigError
+
+logger = logging.getLogger("dstool.consolidate")
 
 
 @dataclass(frozen=True)
@@ -27,48 +34,96 @@ class ConsolidateResult:
     dtype: str
     bytes: int = field(metadata={"unit": "bytes"})
     seconds: float = field(metadata={"unit": "seconds"})
+    verified: str | None = None
+    """What was compared, where it was."""
+    plan: tuple[Entry, ...] = ()
+    """Of a dry run: which bytes of which file would make which tensor."""
 
 
 def consolidate(
     checkpoint: Path,
     output_dir: Path | None = None,
     *,
-    dtype: Dtype = "fp32",
+    dtype: ConsolidateDtype = "fp32",
     file_format: FileFormat = "safetensors",
     max_shard_size: str = "5GB",
+    tag: str | None = None,
+    exclude_frozen: bool = False,
+    verify: bool = False,
+    engine: Engine = "stream",
+    dry_run: bool = False,
+    trust_pickle: bool = False,
     force: bool = False,
+    progress: Progress | None = None,
 ) -> ConsolidateResult:
     """Gather the shards of `checkpoint` and write the weights, with config and tokenizer where it has them.
 
     Args:
         checkpoint: a checkpoint-N or global_stepN folder, or a run's output folder (its newest checkpoint).
         output_dir: by default `consolidated/NAME` in the run's folder.
-        dtype: of the floating-point weights; integer buffers keep theirs.
+        dtype: of the floating-point weights; integer buffers keep theirs, and with "keep" all do.
+        tag: the folder inside the checkpoint, in place of the one that `latest` names.
+        exclude_frozen: leave out the parameters that were not trained.
+        verify: compare every element of what was written with the checkpoint, and write a manifest.
+        engine: "deepspeed" puts the weights together by DeepSpeed's own functions, in memory.
+        dry_run: plan, and write nothing.
+        trust_pickle: read files that name classes beyond those of a ZeRO checkpoint; they still run nothing.
         force: replace the model that is in `output_dir`.
+        progress: told the bytes that are written, and all of them.
 
     Raises:
-        CheckpointError: no checkpoint, an incomplete one, or of a kind that cannot be gathered.
+        CheckpointError: no checkpoint, an incomplete one, or of a kind that cannot be gathered; or what was
+            written is not what the checkpoint holds.
         ConfigError: `output_dir` exists (and with `force`: is no model), lies in a checkpoint or holds
             this one; or the shard size cannot be read.
+        EnvironmentUnfit: the disk is too small.
     """
     started = time.monotonic()
-    writer.parse_size(max_shard_size)
-    found = layout.find(checkpoint)
+    limit = writer.parse_size(max_shard_size)
+    found = layout.find(checkpoint, tag=tag, trust=trust_pickle)
     target = output_dir or default_output(found)
     refuse_overlap(found, target)
-    files.refuse_replacing(target, (*models.COMPANIONS, *writer.WEIGHT_PATTERNS), force=force)
-    state = assemble.fp32_state_dict(found)
-    with files.new_folder(target, force=force) as temporary:
+    files.refuse_replacing(
+        target, (*companions.COMPANIONS, *writer.WEIGHT_PATTERNS, "manifest.json"), force=force
+    )
+    weights = _without_frozen(reader.of_checkpoint(found)) if exclude_frozen else reader.of_checkpoint(found)
+    stored = writer.DTYPES.get(dtype)
+    if dry_run:
+        written = _planned(
+            weights, target, writer.split(list(weights.entries.values()), stored, limit, file_format)
+        )
+        return _result(found, target, written, dtype, started, plan=tuple(weights.entries.values()))
+    proof = None
+    with (
+        files.new_folder(target, force=force) as temporary,
+        _put_together(weights, engine, temporary) as source,
+    ):
         written = writer.write_weights(
-            state,
+            source,
             temporary,
-            dtype=models.DTYPES[dtype],
+            dtype=stored,
             max_shard_size=max_shard_size,
             file_format=file_format,
+            progress=progress,
         )
-        models.copy_companions(found.root, temporary)
+        companions.copy(found.root, temporary)
         if (temporary / "config.json").is_file():
-            models.set_config_dtype(temporary, models.DTYPES[dtype])
+            companions.set_dtype(temporary, stored or _coarsest(weights))
+        if verify:
+            proof = _proof(weights, written, stored)
+    return _result(found, target, written, dtype, started, verified=proof)
+
+
+def _result(
+    found: layout.ZeroCheckpoint,
+    target: Path,
+    written: writer.Written,
+    dtype: str,
+    started: float,
+    *,
+    verified: str | None = None,
+    plan: tuple[Entry, ...] = (),
+) -> ConsolidateResult:
     return ConsolidateResult(
         output_dir=target.resolve(),
         checkpoint=found.folder.resolve(),
@@ -81,6 +136,8 @@ def consolidate(
         dtype=dtype,
         bytes=written.bytes,
         seconds=time.monotonic() - started,
+        verified=verified,
+        plan=plan,
     )
 
 
@@ -96,3 +153,61 @@ def refuse_overlap(found: layout.ZeroCheckpoint, target: Path) -> None:
     layout.refuse_inside(target, hint)
     if found.root.resolve().is_relative_to(target.resolve()):
         raise ConfigError(f"{target} holds the checkpoint itself", hint=hint)
+
+
+def _without_frozen(weights: Weights) -> Weights:
+    kept = {name: entry for name, entry in weights.entries.items() if entry.kind != "frozen"}
+    tied = {alias: name for alias, name in weights.tied.items() if name in kept}
+    return Weights(kept, tied, weights.checkpoint)
+
+
+def _coarsest(weights: Weights) -> str:
+    """The type that config.json gives to weights of several: the one of the most elements."""
+    counts: dict[str, int] = {}
+    for entry in weights.entries.values():
+        if entry.is_floating:
+            counts[entry.dtype] = counts.get(entry.dtype, 0) + entry.numel
+    return max(counts, key=lambda dtype: counts[dtype], default="F32")
+
+
+def _planned(weights: Weights, target: Path, shards: dict[str, list[Entry]]) -> writer.Written:
+    entries = weights.entries.values()
+    return writer.Written(
+        target,
+        tuple(shards),
+        tensors=len(entries),
+        parameters=sum(entry.numel for entry in entries if entry.is_floating),
+        bytes=sum(entry.nbytes for entry in entries),
+    )
+
+
+@contextmanager
+def _put_together(weights: Weights, engine: Engine, folder: Path) -> Iterator[Weights]:
+    """The weights that are copied: of the checkpoint's files, or of one that DeepSpeed's functions made."""
+    if engine == "stream":
+        yield weights
+        return
+    from dstool.checkpoint import assemble
+
+    file = folder / ".deepspeed.bin"
+    try:
+        made = assemble.put_together(weights, file)
+        yield replace_places(weights, made)
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def replace_places(weights: Weights, made: dict[str, Entry]) -> Weights:
+    """The entries of `weights` with the places that `made` gives."""
+    entries = {name: replace(made[name], kind=entry.kind) for name, entry in weights.entries.items()}
+    return Weights(entries, weights.tied, weights.checkpoint)
+
+
+def _proof(weights: Weights, written: writer.Written, dtype: str | None) -> str:
+    from dstool.checkpoint.verify import verify
+
+    proof = verify(weights, written, dtype)
+    for name in proof.not_finite:
+        logger.warning("%s has infinite or NaN elements, as in the checkpoint", name)
+    rounded = f", {proof.rounded} against the run's own weights" if proof.rounded else ""
+    return f"{proof.tensors} tensors bit for bit{rounded}"

@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from dstool import files, models
-from dstool.checkpoint import assemble, layout, writer
+from dstool.checkpoint import companions, layout, reader, writer
+from dstool.checkpoint.pickles import TORCH_NAMES, DType
+from dstool.checkpoint.reader import Weights
+from dstool.checkpoint.stream import Progress
 from dstool.config import RECORD, Dtype
 from dstool.errors import CheckpointError, ConfigError, ModelError
 
@@ -47,6 +48,7 @@ def merge(
     dtype: Dtype | None = None,
     max_shard_size: str = "5GB",
     force: bool = False,
+    progress: Progress | None = None,
 ) -> MergeResult:
     """Write the whole model of `input_dir` to `output_dir`: weights, config, tokenizer, templates, labels.
 
@@ -70,15 +72,17 @@ def merge(
     if input_dir.resolve().is_relative_to(output_dir.resolve()):
         raise ConfigError(f"{output_dir} is the input folder, or holds it", hint="name another --output-dir")
     layout.refuse_inside(output_dir, "name another --output-dir")
-    files.refuse_replacing(output_dir, (*models.COMPANIONS, *writer.WEIGHT_PATTERNS), force=force)
-    companions, state = _read(input_dir, zero_stage, dtype)
-    folder = models.open_folder(companions)
-    state = models.fit(state, folder)
-    wanted = models.DTYPES[dtype] if dtype else _trained_dtype(folder)
+    files.refuse_replacing(output_dir, (*companions.COMPANIONS, *writer.WEIGHT_PATTERNS), force=force)
+    home, weights = _read(input_dir, zero_stage, dtype)
+    folder = models.open_folder(home)
+    weights = models.fit(weights, folder)
+    wanted = writer.DTYPES[dtype or _trained_dtype(folder)]
     with files.new_folder(output_dir, force=force) as temporary:
-        models.copy_companions(companions, temporary)
-        models.set_config_dtype(temporary, wanted)
-        written = writer.write_weights(state, temporary, dtype=wanted, max_shard_size=max_shard_size)
+        companions.copy(home, temporary)
+        companions.set_dtype(temporary, wanted)
+        written = writer.write_weights(
+            weights, temporary, dtype=wanted, max_shard_size=max_shard_size, progress=progress
+        )
         models.prove_loadable(models.open_folder(temporary), input_dir)
     return MergeResult(
         output_dir=output_dir.resolve(),
@@ -87,35 +91,33 @@ def merge(
         files=written.files,
         tensors=written.tensors,
         parameters=written.parameters,
-        dtype=models.DTYPE_NAMES[wanted],
+        dtype=_name(wanted),
         bytes=written.bytes,
         seconds=time.monotonic() - started,
     )
 
 
-def _read(
-    input_dir: Path, zero_stage: int | None, dtype: Dtype | None
-) -> tuple[Path, Mapping[str, torch.Tensor]]:
+def _read(input_dir: Path, zero_stage: int | None, dtype: Dtype | None) -> tuple[Path, Weights]:
     """The folder with the config and tokenizer, and the weights of the model in `input_dir`."""
     if not models.has_weights(input_dir) or (input_dir / layout.LATEST).exists():
         found = _of_stage(layout.find(input_dir), zero_stage)
-        return _companions(found), assemble.fp32_state_dict(found)
+        return _home(found), reader.of_checkpoint(found)
     if zero_stage is not None:
         _of_stage(layout.find(input_dir), zero_stage)
-    state = models.read_weights(input_dir)
-    stored = _least_precise(state)
-    if dtype is None or stored is None or _precision(models.DTYPES[dtype]) <= _precision(stored):
+    weights = models.read_weights(input_dir)
+    stored = _least_precise(weights)
+    if dtype is None or stored is None or _PRECISION[writer.DTYPES[dtype]] <= _PRECISION[stored]:
         logger.info("%s holds whole weights", input_dir)
-        return input_dir, state
+        return input_dir, weights
     masters = _masters(input_dir)
     if masters is not None:
         logger.info("%s holds %s weights, %s their fp32 masters", input_dir, _name(stored), masters.root)
-        return input_dir, assemble.fp32_state_dict(masters)
+        return input_dir, reader.of_checkpoint(masters)
     logger.warning(
         "%s holds %s weights, and has no whole checkpoint of the same step: written as %s they stay rounded",
         *(input_dir, _name(stored), dtype),
     )
-    return input_dir, state
+    return input_dir, weights
 
 
 def _of_stage(found: layout.ZeroCheckpoint, zero_stage: int | None) -> layout.ZeroCheckpoint:
@@ -127,19 +129,18 @@ def _of_stage(found: layout.ZeroCheckpoint, zero_stage: int | None) -> layout.Ze
     return found
 
 
-def _least_precise(state: Mapping[str, torch.Tensor]) -> torch.dtype | None:
+_PRECISION: Mapping[DType, int] = {"F64": 53, "F32": 24, "F16": 11, "BF16": 8}
+"""Bits of the significand."""
+
+
+def _least_precise(weights: Weights) -> DType | None:
     """The coarsest floating type among the tensors."""
-    floating = {value.dtype for value in state.values() if value.is_floating_point()}
-    return min(floating, key=_precision, default=None)
+    floating = {entry.dtype for entry in weights.entries.values() if entry.is_floating}
+    return min(floating, key=lambda dtype: _PRECISION[dtype], default=None)
 
 
-def _precision(dtype: torch.dtype) -> float:
-    """Larger is finer."""
-    return 1 / torch.finfo(dtype).eps
-
-
-def _name(dtype: torch.dtype) -> str:
-    return models.DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+def _name(dtype: DType) -> str:
+    return next((name for name, each in writer.DTYPES.items() if each == dtype), TORCH_NAMES[dtype])
 
 
 def _masters(run_dir: Path) -> layout.ZeroCheckpoint | None:
@@ -156,7 +157,7 @@ def _masters(run_dir: Path) -> layout.ZeroCheckpoint | None:
     return found if found.stage else None
 
 
-def _companions(found: layout.ZeroCheckpoint) -> Path:
+def _home(found: layout.ZeroCheckpoint) -> Path:
     """The checkpoint's own folder, or the run's, whichever has the model's config."""
     for folder in (found.root, found.root.resolve().parent):
         if (folder / "config.json").is_file():
@@ -167,6 +168,10 @@ def _companions(found: layout.ZeroCheckpoint) -> Path:
     )
 
 
-def _trained_dtype(folder: models.ModelFolder) -> torch.dtype:
-    dtype = folder.config.dtype
-    return dtype if dtype in models.DTYPE_NAMES else torch.float32
+_SHORT: Mapping[str, Dtype] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def _trained_dtype(folder: models.ModelFolder) -> Dtype:
+    """What the config says, or else fp32."""
+    named = str(folder.config.dtype).removeprefix("torch.")
+    return _SHORT.get(named, "fp32")

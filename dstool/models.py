@@ -6,10 +6,8 @@ import contextlib
 import json
 import logging
 import pickle
-import shutil
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,10 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-from dstool.checkpoint import layout
+from dstool.checkpoint import companions, layout, reader
+from dstool.checkpoint.reader import Entry, Weights
 from dstool.config import ModelSection, Task
-from dstool.errors import ModelError, NoDevice
+from dstool.errors import CheckpointError, ModelError, NoDevice
 
 logger = logging.getLogger("dstool.models")
 
@@ -291,17 +290,6 @@ def _mend_generation_config(model: Any) -> None:
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.*.json", "tekken.json", "*vocab*", "*.model", "*.tiktoken")
 """One of these is there wherever a tokenizer is; tokenizer_config.json and its like are none."""
-TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model")
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
-    *TOKENIZER_FILES,
-    "*.py",
-)
-NO_COMPANIONS = ("zero_to_fp32.py", "zero_to_torch.py")
 """DeepSpeed copies its scripts into every checkpoint (runtime/engine.py); they belong to no model."""
 
 
@@ -390,25 +378,19 @@ def has_weights(path: Path) -> bool:
     return layout.plain_weights(path) is not None
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor in the model folder `path`, by name.
+def read_weights(path: Path) -> Weights:
+    """Where every tensor of the model folder `path` lies, by name.
 
     Raises:
         ModelError: the index names a file that is not there, or a file cannot be read.
     """
-    state: dict[str, torch.Tensor] = {}
+    entries: dict[str, Entry] = {}
     for file in weight_files(path):
         try:
-            if file.suffix == ".safetensors":
-                state.update(safetensors.torch.load_file(file))
-            else:
-                mmap = zipfile.is_zipfile(file)
-                state.update(torch.load(file, map_location="cpu", weights_only=True, mmap=mmap))
-        except UNREADABLE as error:
-            raise ModelError(
-                f"{file}: cannot be read: {' '.join(str(error).split())[:200]}", hint="copy the file again"
-            ) from error
-    return state
+            entries |= reader.of_file(file)
+        except (CheckpointError, OSError) as error:
+            raise ModelError(f"{file}: cannot be read: {error}", hint="copy the file again") from error
+    return reader.untied(entries)
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -435,8 +417,8 @@ def _shards(index: Path) -> list[str]:
         raise ModelError(f"{index} is no index of weight files", hint="copy the folder again") from error
 
 
-def fit(state: Mapping[str, torch.Tensor], folder: ModelFolder) -> dict[str, torch.Tensor]:
-    """`state` as `save_pretrained` would store it for the config in `folder`: of tied weights, one alone.
+def fit(weights: Weights, folder: ModelFolder) -> Weights:
+    """`weights` as `save_pretrained` would store them for the config in `folder`: of tied ones, one alone.
 
     Raises:
         ModelError: a weight is of another shape than the config says, or the tokenizer has more tokens.
@@ -445,25 +427,22 @@ def fit(state: Mapping[str, torch.Tensor], folder: ModelFolder) -> dict[str, tor
         model = folder.auto_class().from_config(folder.config)
         model.tie_weights()
     expected = model.state_dict()
-    for name, value in state.items():
-        shape = expected[name].shape if name in expected else value.shape
-        if value.numel() and value.shape != shape:
+    for name in weights:
+        shape = weights.entry(name).shape
+        if weights.entry(name).numel and name in expected and shape != tuple(expected[name].shape):
             raise ModelError(
-                f"{name} is of shape {list(value.shape)}, {folder.path / 'config.json'} says {list(shape)}",
+                f"{name} is of shape {list(shape)}, {folder.path / 'config.json'} says "
+                f"{list(expected[name].shape)}",
                 hint="weights and config.json are not of one model: take both from the same folder",
             )
-    if any(file for pattern in TOKENIZER_FILES for file in folder.path.glob(pattern)):
+    if any(file for pattern in companions.TOKENIZER_FILES for file in folder.path.glob(pattern)):
         with _one_line(str(folder.path), "tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(folder.path)
         check_vocabulary(tokenizer, folder.config, hint=f"put the model's own tokenizer into {folder.path}")
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    return {
-        name: value for name, value in state.items() if not _repeats(value, state.get(tied.get(name, "")))
-    }
-
-
-def _repeats(value: torch.Tensor, source: torch.Tensor | None) -> bool:
-    return source is not None and (value is source or torch.equal(value, source))
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    kept = [name for name in weights if not (name in tied and reader.same(weights, name, tied[name]))]
+    stored = [name for name in kept if name in weights.entries or name in expected]
+    return Weights({name: replace(weights.entry(name), name=name) for name in stored}, {}, weights.checkpoint)
 
 
 def prove_loadable(folder: ModelFolder, source: Path) -> None:
@@ -477,28 +456,6 @@ def prove_loadable(folder: ModelFolder, source: Path) -> None:
             folder.path, device_map={"": "meta"}, output_loading_info=True, ignore_mismatched_sizes=True
         )
     check_loading(source, info)
-
-
-def copy_companions(source: Path, target: Path) -> None:
-    """Copy what lies beside a model's weights: config, tokenizer, chat template, generation config."""
-    for pattern in COMPANIONS:
-        for file in source.glob(pattern):
-            if file.is_file() and file.name not in NO_COMPANIONS and not file.name.endswith(layout.INDEX):
-                shutil.copyfile(file, target / file.name)
-
-
-def set_config_dtype(folder: Path, dtype: torch.dtype) -> None:
-    """Write into `folder`'s config.json the dtype of the weights beside it."""
-    path = folder / "config.json"
-    try:
-        values = {**json.loads(path.read_text(encoding="utf-8"))}
-    except (ValueError, TypeError) as error:
-        raise ModelError(
-            "the config.json beside the weights is no JSON object", hint="copy it from the model's folder"
-        ) from error
-    values.pop("torch_dtype", None)
-    values["dtype"] = str(dtype).removeprefix("torch.")
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def usable_dtype(name: str | None, config: Any, device: str) -> torch.dtype:

@@ -1,7 +1,8 @@
-"""Floating-point bytes from one type to another, without torch: NumPy has no bfloat16, so its rounding is here.
+"""Floating-point bytes from one type to another, without torch: NumPy has no bfloat16, so its rounding is
+here.
 
-bfloat16 is the upper half of float32. It is rounded to the nearest, ties to even, as torch does: half a unit less
-one is added to the lower half, and one more where the last bit that stays is odd. NaN stays NaN.
+bfloat16 is the upper half of float32. It is rounded to the nearest, ties to even, as torch does: half a
+unit less one is added to the lower half, and one more where the last bit that stays is odd. NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def cast(raw: NDArray[np.generic], source: str, target: str) -> NDArray[np.gener
 
 def _to_float(raw: NDArray[np.generic], source: str) -> NDArray[np.floating]:
     if source != "BF16":
-        return raw.view(NUMPY_TYPES[source])  # type: ignore[return-value]
+        return raw.view(NUMPY_TYPES[source])
     bits = raw.view(np.uint16).astype(np.uint32)
     np.left_shift(bits, 16, out=bits)
     return bits.view(np.float32)
@@ -57,7 +58,7 @@ def _to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     rounded += bits
     rounded += np.uint32(_ROUND)
     rounded >>= np.uint32(16)
-    result = rounded.astype(np.uint16)
+    result: NDArray[np.uint16] = rounded.astype(np.uint16)
     nan = np.isnan(values)
     if nan.any():
         result[nan] = _QUIET_NAN
@@ -68,4 +69,4 @@ def not_finite(raw: NDArray[np.generic], dtype: str) -> int:
     """How many elements are infinite or NaN."""
     if dtype == "BF16":
         return int(np.count_nonzero((raw.view(np.uint16) & np.uint16(0x7F80)) == np.uint16(0x7F80)))
-    return int(np.count_nonzero(~np.isfinite(raw.view(NUMPY_TYPES[dtype]))))  # type: ignore[arg-type]
+    return int(np.count_nonzero(~np.isfinite(raw.view(NUMPY_TYPES[dtype]))))

@@ -11,22 +11,22 @@ What `DeepSpeedEngine.save_checkpoint` leaves behind (deepspeed/runtime/engine.p
             offloaded_tensors/rankRR/*.swp                     stage 3 with the optimizer on NVMe
 
 Nothing here trusts the number of files: the world size, the stage and the step come from inside them.
-No pickle is executed and no tensor data is read, except the one number that is a step.
+No pickle is executed and no tensor data is read, except the one number that is a step (`pickles`).
 """
 
 from __future__ import annotations
 
 import logging
-import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from dstool.checkpoint import pickles
+from dstool.checkpoint.pickles import Shape
 from dstool.errors import CheckpointError, ConfigError
 from dstool.files import typed
 
@@ -73,6 +73,8 @@ class ZeroCheckpoint:
     """In the order of ranks; none at stage 0."""
     nvme: bool
     """Whether some fp32 partitions lie under offloaded_tensors/."""
+    trust: bool = False
+    """Whether objects of unknown classes in the files are passed over, and not refused."""
 
     @property
     def folder(self) -> Path:
@@ -88,8 +90,12 @@ class ZeroCheckpoint:
 # --- the three levels that are accepted ------------------------------------------------------------
 
 
-def find(path: Path) -> ZeroCheckpoint:
+def find(path: Path, *, tag: str | None = None, trust: bool = False) -> ZeroCheckpoint:
     """The checkpoint at `path`: a checkpoint-N, a global_stepN inside one, or a run's output folder.
+
+    Args:
+        tag: the folder inside the checkpoint, in place of the one that `latest` names.
+        trust: whether files may name classes that no ZeRO checkpoint needs; none of their code runs.
 
     Raises:
         CheckpointError: nothing there, a file missing or damaged, files of two steps or of a kind that
@@ -97,11 +103,14 @@ def find(path: Path) -> ZeroCheckpoint:
     """
     if not path.is_dir():
         raise _not_a_folder(path)
+    if tag is not None:
+        return _inspect(path, _given_tag(path, tag), trust=trust)
     if (path / LATEST).is_file():
-        return _inspect(path, _read_latest(path))
+        return _inspect(path, _read_latest(path), trust=trust)
     if _is_tag_folder(path):
         home = path.resolve()
-        return _inspect(path.parent if path.name == home.name else home.parent, home.name)
+        root = path.parent if path.name == home.name else home.parent
+        return _inspect(root, home.name, trust=trust)
     if tags := _tag_folders(path):
         names = ", ".join(tag.name for tag in tags)
         raise CheckpointError(
@@ -109,12 +118,12 @@ def find(path: Path) -> ZeroCheckpoint:
             hint=f"name the folder itself: dstool consolidate {typed(tags[-1])}",
         )
     if _run_checkpoints(path):
-        return newest_complete(path)
+        return newest_complete(path, trust=trust)
     raise _nothing_in(path)
 
 
 def newest_complete(
-    run_dir: Path, also: Callable[[ZeroCheckpoint], object] = lambda _: None
+    run_dir: Path, also: Callable[[ZeroCheckpoint], object] = lambda _: None, *, trust: bool = False
 ) -> ZeroCheckpoint:
     """The highest checkpoint-N in a run's output folder that is complete.
 
@@ -131,7 +140,7 @@ def newest_complete(
     problems: list[CheckpointError] = []
     for candidate in _run_checkpoints(run_dir):
         try:
-            found = find(candidate)
+            found = find(candidate, trust=trust)
             also(found)
         except CheckpointError as problem:
             problems.append(problem)
@@ -208,6 +217,17 @@ def _natural(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
+def _given_tag(root: Path, tag: str) -> str:
+    """`tag`, checked to be a folder of a checkpoint in `root`."""
+    tags = [folder.name for folder in _tag_folders(root)]
+    if tag not in tags:
+        raise CheckpointError(
+            f"{root} has no tag {tag!r}; there is {', '.join(tags) or 'none'}",
+            hint=f"--tag {tags[-1]}" if tags else "name the checkpoint-N folder that the run wrote",
+        )
+    return tag
+
+
 def _read_latest(root: Path) -> str:
     """The tag that `latest` names, checked to be a folder in `root`."""
     file = root / LATEST
@@ -266,10 +286,10 @@ class _OptimHead:
     swapped: bool
 
 
-def _inspect(root: Path, tag: str) -> ZeroCheckpoint:
+def _inspect(root: Path, tag: str, *, trust: bool) -> ZeroCheckpoint:
     files = _sort_names(root, root / tag)
-    models = [_model_head(file, root) for file in files.every_model]
-    optims = [_optim_head(file, root) for file in files.optims.values()]
+    models = [_model_head(file, root, trust=trust) for file in files.every_model]
+    optims = [_optim_head(file, trust=trust) for file in files.optims.values()]
     sizes = [(head.file, head.world_size) for head in models] + [
         (head.file, head.world_size) for head in optims
     ]
@@ -286,7 +306,7 @@ def _inspect(root: Path, tag: str) -> ZeroCheckpoint:
         )
     nvme = any(head.swapped for head in optims)
     found = ZeroCheckpoint(
-        root, tag, stage, world_size, step, models[0].version, model_files, optim_files, nvme
+        root, tag, stage, world_size, step, models[0].version, model_files, optim_files, nvme, trust
     )
     _check_swap_folders(found)
     return found
@@ -422,28 +442,12 @@ def _check_swap_folders(checkpoint: ZeroCheckpoint) -> None:
 # --- reading a file without trusting it --------------------------------------------------------------
 
 
-class _Inert:
-    """Stands for a class of DeepSpeed's in a file, so that nothing of DeepSpeed's runs to read it."""
-
-    arguments: tuple[Any, ...]
-
-    def __new__(cls, *arguments: Any) -> _Inert:
-        made = super().__new__(cls)
-        made.arguments = arguments
-        return made
-
-    def __int__(self) -> int:
-        return int(self.arguments[0])
-
-
-def read(file: Path) -> dict[str, Any]:
-    """The content of a *_states.pt file, its tensors as maps of the file that read nothing until used.
-
-    Objects of DeepSpeed's classes come back as inert stand-ins; whatever else the pickle asks for beyond
-    tensors and plain containers is refused (torch.load with `weights_only`).
+def read(file: Path, *, trust: bool = False) -> dict[str, Any]:
+    """The content of a *_states.pt file, with the place of its bytes for each tensor (`pickles.read`).
 
     Raises:
-        CheckpointError: the file is missing, damaged, or asks for other classes; names it.
+        CheckpointError: the file is missing, damaged, or asks for classes that no ZeRO checkpoint needs;
+        names it.
     """
     try:
         size = file.stat().st_size
@@ -451,25 +455,17 @@ def read(file: Path) -> dict[str, Any]:
             raise _damaged(file, "is empty (0 bytes)")
         if not zipfile.is_zipfile(file):
             raise _damaged(file, f"is cut short or no file of torch.save ({size} bytes, no zip directory)")
-        with torch.serialization.safe_globals(_stand_ins(file)):
-            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise _damaged(file, f"cannot be read: {str(error).splitlines()[0]}") from error
+        content = pickles.read(file, trust=trust)
+    except CheckpointError:
+        raise
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a broken pickle makes the unpickler do
+        words = str(error).splitlines() or [type(error).__name__]
+        raise _damaged(file, f"cannot be read: {words[0]}") from error
     if not isinstance(content, dict):
         raise _damaged(file, f"holds a {type(content).__name__}, not a checkpoint")
     return content
-
-
-def _stand_ins(file: Path) -> list[Any]:
-    """Inert classes under the DeepSpeed names that the pickle in `file` asks for."""
-    asked = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    if others := [name for name in asked if not name.startswith("deepspeed.")]:
-        raise CheckpointError(
-            f"{file} would import {', '.join(others)}, which no ZeRO checkpoint needs: not read",
-            hint="remove the object from client_state in save_checkpoint(), or save again without it",
-        )
-    split = [name.rpartition(".") for name in asked]
-    return [type(name, (_Inert,), {"__module__": module, "__qualname__": name}) for module, _, name in split]
 
 
 def _damaged(file: Path, what: str) -> CheckpointError:
@@ -479,8 +475,8 @@ def _damaged(file: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{file} {what}", hint=hint)
 
 
-def _model_head(file: Path, root: Path) -> _ModelHead:
-    content = read(file)
+def _model_head(file: Path, root: Path, *, trust: bool) -> _ModelHead:
+    content = read(file, trust=trust)
     try:
         module, shapes, _, _ = (content[key] for key in _MODEL_KEYS)
         head = _ModelHead(
@@ -490,7 +486,7 @@ def _model_head(file: Path, root: Path) -> _ModelHead:
             int(content.get("skipped_steps", 0)),
             str(content.get("ds_version", "unknown")),
             shapes is not None,
-            any(getattr(value, "dtype", None) == torch.bfloat16 for value in module.values()),
+            any(getattr(value, "dtype", None) == "BF16" for value in module.values()),
         )
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise _damaged(file, f"is no model-state file of DeepSpeed's ({error!r})") from error
@@ -501,9 +497,9 @@ def _model_head(file: Path, root: Path) -> _ModelHead:
     return head
 
 
-def _optim_head(file: Path, root: Path) -> _OptimHead:
+def _optim_head(file: Path, *, trust: bool) -> _OptimHead:
     """What an optimizer file says. `BF16_Optimizer` (runtime/bf16_optimizer.py) is stage 1 and does not."""
-    content = read(file)
+    content = read(file, trust=trust)
     try:
         state = content["optimizer_state_dict"]
         stage = int(state["zero_stage"]) if "zero_stage" in state else 1
@@ -514,6 +510,11 @@ def _optim_head(file: Path, root: Path) -> _OptimHead:
         return _OptimHead(file, stage, world_size, _optimizer_step(state), swapped)
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise _damaged(file, f"is no ZeRO optimizer file ({error!r})") from error
+
+
+def partition_numel(shapes: Mapping[str, Any], world_size: int) -> int:
+    """Elements of one rank's flat partition at stage 3 (zero/partition_parameters.py: ceil, padded)."""
+    return sum(ceil(Shape(shape).numel() / world_size) for shape in shapes.values())
 
 
 def fp32_groups_key(stage: int) -> str:

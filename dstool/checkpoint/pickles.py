@@ -1,8 +1,9 @@
 """The files of torch.save read without torch, without data, and without running anything that they name.
 
-A file is a zip (torch/serialization.py, 2.13): `NAME/data.pkl` with the structure, and one uncompressed record
-`NAME/data/KEY` for each storage. The pickle names what it wants built; here it gets stand-ins for the few names
-that a ZeRO checkpoint needs, and everything else is refused. A tensor comes back as the place of its bytes.
+A file is a zip (torch/serialization.py, 2.13): `NAME/data.pkl` with the structure, and one uncompressed
+record `NAME/data/KEY` for each storage. The pickle names what it wants built; here it gets stand-ins for
+the few names that a ZeRO checkpoint needs, and everything else is refused. A tensor comes back as the place
+of its bytes.
 """
 
 from __future__ import annotations
@@ -61,25 +62,27 @@ _STORAGES: Final = MappingProxyType(
         "UntypedStorage": "U8",
     }
 )
-_DTYPES: Final = MappingProxyType(
+TORCH_NAMES: Final[Mapping[DType, str]] = MappingProxyType(
     {
-        "float64": "F64",
-        "float32": "F32",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "int64": "I64",
-        "int32": "I32",
-        "int16": "I16",
-        "int8": "I8",
-        "uint64": "U64",
-        "uint32": "U32",
-        "uint16": "U16",
-        "uint8": "U8",
-        "bool": "BOOL",
-        "float8_e4m3fn": "F8_E4M3",
-        "float8_e5m2": "F8_E5M2",
+        "F64": "float64",
+        "F32": "float32",
+        "F16": "float16",
+        "BF16": "bfloat16",
+        "I64": "int64",
+        "I32": "int32",
+        "I16": "int16",
+        "I8": "int8",
+        "U64": "uint64",
+        "U32": "uint32",
+        "U16": "uint16",
+        "U8": "uint8",
+        "BOOL": "bool",
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E5M2": "float8_e5m2",
+        "C64": "complex64",
     }
 )
+_DTYPES: Final = MappingProxyType({name: dtype for dtype, name in TORCH_NAMES.items()})
 
 
 class Shape(tuple[int, ...]):
@@ -129,7 +132,16 @@ class TensorRef:
         """The one number that the tensor holds. Reads it from the file."""
         import struct
 
-        formats = {"F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i", "I16": "h", "I8": "b", "U8": "B"}
+        formats = {
+            "F64": "d",
+            "F32": "f",
+            "F16": "e",
+            "I64": "q",
+            "I32": "i",
+            "I16": "h",
+            "I8": "b",
+            "U8": "B",
+        }
         if self.numel() != 1 or self.dtype not in formats:
             raise ValueError(f"not one number: {self.dtype} {list(self.shape)}")
         with self.file.open("rb") as stream:
@@ -151,6 +163,7 @@ class Inert:
         return made
 
     def __setstate__(self, state: Any) -> None:
+        """Keep it, whatever it is."""
         self.state = state
 
     def __int__(self) -> int:

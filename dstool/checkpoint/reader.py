@@ -5,17 +5,19 @@
     weights["lm_head.weight"]                    # a torch.Tensor
     weights.rows("lm_head.weight", 0, 8)         # the first eight rows of it
 
-Underneath is a list for each tensor of the byte ranges that make it, which is all that `writer` needs to put it
-into another file. The places are those of deepspeed/utils/zero_to_fp32.py (0.19.8); added are partitions on NVMe,
-frozen parameters at stage 1, the masters of `BF16_Optimizer`, stage 0 and universal checkpoints.
+Underneath is a list for each tensor of the byte ranges that make it, which is all that `writer` needs to
+put it into another file. The places are those of deepspeed/utils/zero_to_fp32.py (0.19.8); added are
+partitions on NVMe, frozen parameters at stage 1, the masters of `BF16_Optimizer`, stage 0 and universal
+checkpoints.
 """
 
 from __future__ import annotations
 
 import bisect
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, prod
 from pathlib import Path
@@ -23,11 +25,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dstool.checkpoint import layout, swap
 from dstool.checkpoint.layout import ZeroCheckpoint, fp32_groups_key
-from dstool.checkpoint.pickles import FLOATING, ITEM_SIZES, DType, Shape, TensorRef
+from dstool.checkpoint.pickles import FLOATING, ITEM_SIZES, TORCH_NAMES, DType, Shape, TensorRef
 from dstool.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger("dstool.checkpoint")
 
 Kind = Literal["trained", "frozen", "buffer"]
 
@@ -100,6 +104,7 @@ class Weights(Mapping[str, "torch.Tensor"]):
         yield from self.tied
 
     def __len__(self) -> int:
+        """The number of names."""
         return len(self.entries) + len(self.tied)
 
     def entry(self, name: str) -> Entry:
@@ -129,29 +134,9 @@ class Weights(Mapping[str, "torch.Tensor"]):
                 if stream.readinto(view[at : at + piece.length]) != piece.length:
                     raise CheckpointError(f"{piece.file} ends within {entry.name}", hint=MIXED_HINT)
             at += piece.length
-        dtype = getattr(torch, _TORCH_NAMES[entry.dtype])
+        dtype = getattr(torch, TORCH_NAMES[entry.dtype])
         flat = torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
         return flat.as_strided(entry.shape, entry.stride) if entry.stride else flat.view(*shape)
-
-
-_TORCH_NAMES: Mapping[DType, str] = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "C64": "complex64",
-}
 
 
 def cut(pieces: Sequence[Piece], start: int, length: int) -> Iterator[Piece]:
@@ -197,7 +182,8 @@ def load_into(model: torch.nn.Module, path: Path) -> None:
 
 
 def open_checkpoint(path: Path, *, tag: str | None = None, trust: bool = False) -> Weights:
-    """The weights of the checkpoint at `path`, of any level that `layout.find` takes: fp32 where it has masters.
+    """The weights of the checkpoint at `path`, of any level that `layout.find` takes: fp32 where it has
+    masters.
 
     Args:
         tag: the folder inside, in place of the one that `latest` names.
@@ -212,16 +198,21 @@ def open_checkpoint(path: Path, *, tag: str | None = None, trust: bool = False) 
 def of_checkpoint(checkpoint: ZeroCheckpoint) -> Weights:
     """The weights of a checkpoint that was found.
 
-    Names of one tied parameter are one entry, under the first of them in the model. Parameters that no optimizer
-    owned (frozen ones) come in the type that the model kept them in, unless the run left them out of the save.
+    Names of one tied parameter are one entry, under the first of them in the model. Parameters that no
+    optimizer owned (frozen ones) come in the type that the model kept them in, unless the run left them out
+    of the save.
 
     Raises:
         CheckpointError: a partition is missing or of the wrong size, or a tensor would be left out.
     """
+    where = (checkpoint.folder, checkpoint.stage, layout.ranks(checkpoint.world_size), checkpoint.step)
+    logger.info("gathering %s: ZeRO stage %d, %s, step %d", *where)
     models = [layout.read(file, trust=checkpoint.trust) for file in checkpoint.model_files]
     module = {name: value for name, value in models[0]["module"].items() if isinstance(value, TensorRef)}
     if checkpoint.stage == 0:
         entries = _of_refs(module, models[0])
+        if any(entry.dtype in ("BF16", "F16") for entry in entries.values()):
+            logger.warning("%s: stage 0 in 16 bits, so these are the 16-bit weights", checkpoint.folder)
     else:
         found = _trained_3(checkpoint, models) if checkpoint.stage == 3 else _trained_2(checkpoint, models[0])
         found |= _frozen(checkpoint, models)
@@ -322,7 +313,9 @@ def _trained_2(checkpoint: ZeroCheckpoint, model: Mapping[str, Any]) -> dict[str
             found[name] = Entry(name, tuple(shape), flat.dtype, pieces)
             offset += shape.numel() + int(padding)
         align = 2 * checkpoint.world_size
-        if len(found.keys() & shapes.keys()) < len(shapes) or ceil(offset / align) != ceil(flat.numel / align):
+        if len(found.keys() & shapes.keys()) < len(shapes) or ceil(offset / align) != ceil(
+            flat.numel / align
+        ):
             needed = sum(Shape(size).numel() for size in shapes.values())
             raise CheckpointError(
                 f"the partitions in {checkpoint.folder} do not fit the model: group {index} has {flat.numel} "
@@ -386,11 +379,12 @@ def _frozen(checkpoint: ZeroCheckpoint, models: Sequence[Mapping[str, Any]]) -> 
     for name, size in shapes.items():
         shape = Shape(size)
         ranks = checkpoint.world_size if checkpoint.stage == 3 else 1
-        part, pieces, dtype = ceil(shape.numel() / ranks), [], "F32"
+        part, dtype = ceil(shape.numel() / ranks), "F32"
+        pieces: list[Piece] = []
         for rank in range(ranks):
-            fragment = (models[rank].get("frozen_param_fragments") or {}).get(name)
+            fragment: TensorRef | None = (models[rank].get("frozen_param_fragments") or {}).get(name)
             have = fragment.numel() if fragment is not None else 0
-            if have != part:
+            if fragment is None or have != part:
                 raise CheckpointError(
                     f"{checkpoint.model_files[rank]}: frozen {name} has {have} elements, a part of "
                     f"{list(shape)} has {part}",
@@ -414,7 +408,7 @@ def joined(pieces: Iterator[Piece] | Sequence[Piece]) -> tuple[Piece, ...]:
     return tuple(made)
 
 
-def _tied(entries: dict[str, Entry], shared: Mapping[str, str], checkpoint: ZeroCheckpoint) -> Weights:
+def _tied(entries: dict[str, Entry], shared: Mapping[str, str], checkpoint: ZeroCheckpoint | None) -> Weights:
     """One entry for each tensor: further names, and entries of the same bytes, are tied to the first."""
     tied = {alias: name for alias, name in shared.items() if name in entries}
     first: dict[Any, str] = {}
@@ -471,6 +465,18 @@ MOST_HEADER = 100_000_000
 """Bytes; the limit that safetensors itself has."""
 
 
+def of_file(file: Path) -> dict[str, Entry]:
+    """The tensors of a weight file by name, safetensors or of torch.save.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    if file.suffix == ".safetensors":
+        return of_safetensors(file)
+    content = layout.read(file)
+    return {name: entry_of(name, value) for name, value in content.items() if isinstance(value, TensorRef)}
+
+
 def of_safetensors(file: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file by name, from its header.
 
@@ -505,11 +511,32 @@ def of_safetensors(file: Path) -> dict[str, Entry]:
     return entries
 
 
-def renamed(weights: Weights, names: Mapping[str, str]) -> Weights:
-    """`weights` with entries under new names; those without one keep theirs."""
-    entries = {
-        names.get(name, name): replace(entry, name=names.get(name, name))
-        for name, entry in weights.entries.items()
-    }
-    tied = {names.get(alias, alias): names.get(name, name) for alias, name in weights.tied.items()}
-    return Weights(entries, tied, weights.checkpoint)
+def untied(entries: dict[str, Entry]) -> Weights:
+    """Weights of which those that lie in the same bytes are one."""
+    return _tied(entries, {}, None)
+
+
+def same(weights: Weights, name: str, other: str) -> bool:
+    """Whether two names are of the same values: the same bytes on disk, or equal ones."""
+    if other not in weights:
+        return False
+    one, two = weights.entry(name), weights.entry(other)
+    if one == two or (one.pieces, one.dtype, one.shape) == (two.pieces, two.dtype, two.shape):
+        return True
+    if (one.dtype, one.shape, one.stride) != (two.dtype, two.shape, two.stride):
+        return False
+    step = 2**24
+    return all(
+        read_bytes(cut(one.pieces, start, step)) == read_bytes(cut(two.pieces, start, step))
+        for start in range(0, one.nbytes, step)
+    )
+
+
+def read_bytes(pieces: Iterator[Piece]) -> bytes:
+    """The bytes of `pieces`, one after the other."""
+    parts = []
+    for piece in pieces:
+        with piece.file.open("rb") as stream:
+            stream.seek(piece.offset)
+            parts.append(stream.read(piece.length))
+    return b"".join(parts)

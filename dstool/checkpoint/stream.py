@@ -1,7 +1,8 @@
 """Bytes from checkpoint files into new ones: planned first, then copied in one pass.
 
-Where the type stays, the kernel copies (copy_file_range), and no byte comes into this process. Where it changes,
-chunks are read, cast and written. Both run in a few threads, and memory does not grow with the model.
+Where the type stays, the kernel copies (copy_file_range), and no byte comes into this process. Where it
+changes, chunks are read, cast and written. Both run in a few threads, and memory does not grow with the
+model.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def copy(targets: Sequence[Target], progress: Progress | None = None) -> None:
         waiting = {pool.submit(_run, task, files): task for task in tasks}
         try:
             while waiting:
-                finished, _ = wait(waiting, return_when=FIRST_EXCEPTION if progress is None else "FIRST_COMPLETED")
+                finished, _ = wait(
+                    waiting, return_when=FIRST_EXCEPTION if progress is None else "FIRST_COMPLETED"
+                )
                 for future in finished:
                     future.result()
                     done += waiting.pop(future).nbytes
@@ -182,7 +185,9 @@ def _chunks(pieces: Iterable[Piece], files: _Files) -> Iterator[Any]:
     for piece in pieces:
         for start in range(0, piece.length, CHUNK):
             size = min(CHUNK, piece.length - start)
-            yield np.frombuffer(_read(files.source(piece.file), piece.offset + start, size, piece.file), np.uint8)
+            yield np.frombuffer(
+                _read(files.source(piece.file), piece.offset + start, size, piece.file), np.uint8
+            )
 
 
 def _gathered(target: Target, files: _Files) -> Any:

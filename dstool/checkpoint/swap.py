@@ -1,9 +1,9 @@
 """The fp32 partitions that a run had on NVMe, which lie beside a stage-3 checkpoint in files of their own.
 
-`offloaded_tensors/rankRR/FIRST_LAST.tensor.swp` holds the flat partition of a group, raw and padded at its end,
-after the ids of its first and last parameter (deepspeed 0.19.8 zero/stage3.py, `ds_id`). No file says which
-parameter has which id, but ids grow in the order in which the model made its parameters, so that both orders
-together tell which file is which group's.
+`offloaded_tensors/rankRR/FIRST_LAST.tensor.swp` holds the flat partition of a group, raw and padded at its
+end, after the ids of its first and last parameter (deepspeed 0.19.8 zero/stage3.py, `ds_id`). No file says
+which parameter has which id, but ids grow in the order in which the model made its parameters, so that both
+orders together tell which file is which group's.
 """
 
 from __future__ import annotations

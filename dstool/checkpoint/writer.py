@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-
 from dstool import files
-from dstool.checkpoint import layout
+from dstool.checkpoint import layout, pickles, stream
+from dstool.checkpoint.pickles import ITEM_SIZES, DType, TensorRef
+from dstool.checkpoint.reader import Entry, Weights
+from dstool.checkpoint.stream import Progress, Target
 from dstool.errors import CheckpointError, ConfigError, EnvironmentUnfit
 
 Format = Literal["safetensors", "bin"]
 
+DTYPES: Mapping[str, DType] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+"""The names of `--dtype`."""
 WEIGHT_PATTERNS = (
     "model.safetensors",
     "model-*-of-*.safetensors",
@@ -51,18 +51,18 @@ class Written:
 
 
 def write_weights(
-    state: Mapping[str, torch.Tensor],
+    weights: Weights,
     folder: Path,
     *,
-    dtype: torch.dtype | None,
+    dtype: DType | None,
     max_shard_size: str = "5GB",
     file_format: Format = "safetensors",
+    progress: Progress | None = None,
 ) -> Written:
-    """Write `state` into `folder`, which exists and should be a temporary one.
+    """Write the entries of `weights` into `folder`, which exists and should be a temporary one.
 
-    Floating tensors are cast to `dtype`, or kept with None. Names of the same tensor are stored once,
-    under the first. A tensor above `max_shard_size` (such as
-    "5GB", powers of 1000) gets a file of its own.
+    Floating tensors are cast to `dtype`, or kept with None. A tensor above `max_shard_size` (such as "5GB",
+    powers of 1000) gets a file of its own. No tensor is ever in memory whole.
 
     Raises:
         ConfigError: `max_shard_size` is no size.
@@ -70,24 +70,28 @@ def write_weights(
         EnvironmentUnfit: the disk has too little room, or refuses a file.
     """
     limit = parse_size(max_shard_size)
-    names = _stored_names(state)
-    planned = {name: _planned(state[name], dtype) for name in names}
-    pattern = layout.WEIGHT_FILES[file_format].replace(".", "{suffix}.")
-    split = split_torch_state_dict_into_shards(planned, filename_pattern=pattern, max_shard_size=limit)
-    _check_room(folder, sum(each.nbytes for each in planned.values()))
-    written = list(split.filename_to_tensors)
-    for file, members in split.filename_to_tensors.items():
-        shard = {name: _cast(name, state[name], dtype) for name in members}
-        _save(shard, folder / file, file_format)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        written.append(_write_index(index, folder, file_format))
+    entries = list(weights.entries.values())
+    _refuse_empty(entries)
+    shards = split(entries, dtype, limit, file_format)
+    check_room(folder, sum(_size(entry, dtype) for entry in entries))
+    try:
+        make = _safetensors if file_format == "safetensors" else _torch_file
+        targets = [target for name, shard in shards.items() for target in make(folder / name, shard, dtype)]
+        stream.copy(targets, progress)
+    except OSError as error:
+        raise EnvironmentUnfit(
+            f"the weights could not be written to {folder.parent}: {error.strerror}",
+            hint=f"df -h {files.typed(folder.parent)} shows the space there",
+        ) from error
+    written = list(shards)
+    if len(shards) > 1:
+        written.append(_write_index(shards, folder, dtype, file_format))
     return Written(
         folder,
         tuple(written),
-        tensors=len(names),
-        parameters=sum(each.numel() for each in planned.values() if each.is_floating_point()),
-        bytes=sum((folder / file).stat().st_size for file in written),
+        tensors=len(entries),
+        parameters=sum(entry.numel for entry in entries if entry.is_floating),
+        bytes=sum((folder / name).stat().st_size for name in written),
     )
 
 
@@ -102,66 +106,110 @@ def parse_size(text: str) -> int:
     return size
 
 
-def _stored_names(state: Mapping[str, torch.Tensor]) -> list[str]:
-    """One name for each distinct tensor, in the order of `state`."""
-    if not state:
+def stored_dtype(entry: Entry, dtype: DType | None) -> DType:
+    """The type that `entry` is written in: integers and booleans keep theirs."""
+    return dtype if dtype is not None and entry.is_floating else entry.dtype
+
+
+def split(
+    entries: Sequence[Entry], dtype: DType | None, limit: int, file_format: Format
+) -> dict[str, list[Entry]]:
+    """The entries by the name of the file that each goes into, in order, none above `limit` bytes."""
+    shards: list[list[Entry]] = [[]]
+    room = limit
+    for entry in entries:
+        size = _size(entry, dtype)
+        if size > room and shards[-1]:
+            shards.append([])
+            room = limit
+        shards[-1].append(entry)
+        room -= size
+    stem, _, suffix = layout.WEIGHT_FILES[file_format].rpartition(".")
+    count = len(shards)
+    names = [f"{stem}-{index:05d}-of-{count:05d}.{suffix}" for index in range(1, count + 1)]
+    return dict(zip(names if count > 1 else [f"{stem}.{suffix}"], shards, strict=True))
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raise `EnvironmentUnfit` where the disk of `folder` has less than `needed` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise EnvironmentUnfit(
+            f"{folder.parent} has {free / 1e9:.1f} GB free, the weights need {needed / 1e9:.1f} GB",
+            hint="free some space, or choose a folder on another disk",
+        )
+
+
+def _size(entry: Entry, dtype: DType | None) -> int:
+    return entry.numel * ITEM_SIZES[stored_dtype(entry, dtype)]
+
+
+def _refuse_empty(entries: Sequence[Entry]) -> None:
+    if not entries:
         raise CheckpointError(
             "there are no tensors to write",
             hint="the weights are empty: name another folder or checkpoint",
         )
-    tied: dict[tuple[Any, ...], list[str]] = {}
-    for name, value in state.items():
-        if value.numel() == 0:
+    for entry in entries:
+        if entry.numel == 0:
             raise CheckpointError(
-                f"{name} is empty, shape {list(value.shape)}: it was saved while ZeRO-3 had it partitioned",
+                f"{entry.name} is empty, shape {list(entry.shape)}: it was saved while ZeRO-3 had it "
+                "partitioned",
                 hint="gather it from the ZeRO checkpoint: dstool consolidate checkpoint-N",
             )
-        tied.setdefault((value.data_ptr(), value.dtype, value.shape, value.stride()), []).append(name)
-    return [names[0] for names in tied.values()]
 
 
-def _planned(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A tensor without data, of the shape and dtype that will be stored."""
-    stored = dtype if dtype is not None and value.is_floating_point() else value.dtype
-    return torch.empty(value.shape, dtype=stored, device="meta")
+def _safetensors(file: Path, entries: Sequence[Entry], dtype: DType | None) -> Iterator[Target]:
+    """Write the header of a safetensors file, and make it as long as it will be."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        start, end = end, end + _size(entry, dtype)
+        header[entry.name] = {
+            "dtype": stored_dtype(entry, dtype),
+            "shape": entry.shape,
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        out.truncate(8 + len(text) + end)
+    for entry in entries:
+        start, _ = header[entry.name]["data_offsets"]
+        yield Target(entry, file, 8 + len(text) + start, stored_dtype(entry, dtype))
 
 
-def _cast(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A contiguous tensor on the CPU that owns all of its memory, so that a shard holds nothing else."""
-    wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
-    made = torch.empty(value.shape, dtype=wanted).copy_(value.detach())
-    if wanted != value.dtype and bool((torch.isinf(made) & torch.isfinite(value)).any()):
-        largest = float(value[torch.isfinite(value)].abs().max())
-        raise CheckpointError(
-            f"{name} holds {largest:g}, which {str(wanted).removeprefix('torch.')} cannot",
-            hint="--dtype bf16 or --dtype fp32",
-        )
-    return made
+def _torch_file(file: Path, entries: Sequence[Entry], dtype: DType | None) -> Iterator[Target]:
+    """Let torch write its file without the data (`skip_data`), and find the places in it."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-
-def _save(shard: dict[str, torch.Tensor], file: Path, file_format: Format) -> None:
+    with FakeTensorMode():
+        state = {
+            entry.name: torch.empty(
+                entry.shape, dtype=getattr(torch, pickles.TORCH_NAMES[stored_dtype(entry, dtype)])
+            )
+            for entry in entries
+        }
     try:
-        if file_format == "safetensors":
-            save_file(shard, file, metadata={"format": "pt"})
-        else:
-            torch.save(shard, file)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise EnvironmentUnfit(
-            f"{file.name} could not be written: {' '.join(str(error).split())[:200]}",
-            hint=f"df -h {files.typed(file.parent.parent)} shows the space there",
-        ) from error
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(state, file)
+    except RuntimeError as error:  # as torch calls a full disk
+        raise OSError(0, " ".join(str(error).split())[:200]) from error
+    content = layout.read(file)
+    for entry in entries:
+        place: TensorRef = content[entry.name]
+        yield Target(entry, file, place.offset, stored_dtype(entry, dtype))
 
 
-def _write_index(index: Mapping[str, Any], folder: Path, file_format: Format) -> str:
-    name = layout.WEIGHT_FILES[file_format] + layout.INDEX
+def _write_index(
+    shards: Mapping[str, Sequence[Entry]], folder: Path, dtype: DType | None, file_format: Format
+) -> str:
+    name = f"{layout.WEIGHT_FILES[file_format]}{layout.INDEX}"
+    index = {
+        "metadata": {"total_size": sum(_size(entry, dtype) for shard in shards.values() for entry in shard)},
+        "weight_map": {entry.name: file for file, shard in shards.items() for entry in shard},
+    }
     (folder / name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return name
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise EnvironmentUnfit(
-            f"{folder} has {free / 1e9:.1f} GB free, the weights need {needed / 1e9:.1f} GB",
-            hint="free some space, or choose a folder on another disk",
-        )
