@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from dstool import __version__, launch, log
-from dstool.console import Console, StepProgress
+from dstool.console import BytesProgress, Console, StepProgress
 from dstool.ds_config.options import OptimizerName, SchedulerName
 from dstool.errors import (
     ConfigError,
@@ -129,6 +129,10 @@ Words = Annotated[
 ForceOpt = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")]
 ReplaceOpt = Annotated[bool, typer.Option("--force", help="Replace a model that is there.")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+KeepDtypeOpt = Annotated[
+    Literal["fp32", "bf16", "fp16", "keep"] | None,
+    typer.Option(help="The type of the weights; keep: that of the checkpoint."),
+]
 DtypeOpt = Annotated[Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="The type of the weights.")]
 ShardOpt = Annotated[str | None, typer.Option(help="The largest file written, for example 2GB.")]
 
@@ -403,11 +407,27 @@ def consolidate(
     output_dir: Annotated[
         Path | None, typer.Option("--output-dir", "-o", help="Where the weights go.")
     ] = None,
-    dtype: DtypeOpt = None,
+    dtype: KeepDtypeOpt = None,
     file_format: Annotated[
         Literal["safetensors", "bin"] | None, typer.Option("--format", help="The type of the files.")
     ] = None,
     max_shard_size: ShardOpt = None,
+    tag: Annotated[str | None, typer.Option(help="The folder inside, in place of that in `latest`.")] = None,
+    exclude_frozen: Annotated[
+        bool, typer.Option("--exclude-frozen", help="Leave out what was not trained.")
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Compare all that is written with the checkpoint; write a manifest."),
+    ] = False,
+    engine: Annotated[
+        Literal["stream", "deepspeed"],
+        typer.Option(help="deepspeed: put together by DeepSpeed's own functions, in memory."),
+    ] = "stream",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan, and write nothing.")] = False,
+    trust_pickle: Annotated[
+        bool, typer.Option("--trust-pickle", help="Read files that name classes of others; none is run.")
+    ] = False,
     config: ConfigOpt = None,
     force: ReplaceOpt = False,
     as_json: JsonOpt = False,
@@ -437,10 +457,18 @@ def consolidate(
             dtype=settings.consolidate.dtype,
             file_format=settings.consolidate.format,
             max_shard_size=settings.consolidate.max_shard_size,
+            tag=tag,
+            exclude_frozen=exclude_frozen,
+            verify=verify,
+            engine=engine,
+            dry_run=dry_run,
+            trust_pickle=trust_pickle,
             force=force,
+            progress=BytesProgress(),
         )
 
-    _once(work, "Consolidated", as_json, lambda result: _infer(result.output_dir) + _with(config))
+    title = "Would be consolidated" if dry_run else "Consolidated"
+    _once(work, title, as_json, lambda result: _infer(result.output_dir) + _with(config))
 
 
 @app.command()
@@ -494,6 +522,7 @@ def merge(
             dtype=section.dtype,
             max_shard_size=section.max_shard_size,
             force=force,
+            progress=BytesProgress(),
         )
 
     _once(work, "Merged", as_json, lambda result: _infer(result.output_dir) + _with(config))

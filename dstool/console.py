@@ -75,6 +75,36 @@ class Console:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
+class BytesProgress:
+    """A bar with bytes per second, on a terminal alone. On stderr."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        """`done` of `total` bytes are written."""
+        if not sys.stderr.isatty():
+            return
+        if self._bar is None:
+            from rich import progress
+            from rich.console import Console as RichConsole
+
+            columns = (
+                progress.BarColumn(),
+                progress.DownloadColumn(),
+                progress.TransferSpeedColumn(),
+                progress.TimeRemainingColumn(),
+            )
+            self._bar = progress.Progress(*columns, console=RichConsole(stderr=True), transient=True)
+            self._task = self._bar.add_task("", total=total)
+            self._bar.start()
+        self._bar.update(self._task, completed=done)
+        if done >= total:
+            self._bar.stop()
+            self._bar = None
+
+
 class StepProgress:
     """A bar on a terminal, and in a log one plain line for every note. On stderr."""
 

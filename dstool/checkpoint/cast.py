@@ -55,13 +55,12 @@ def _to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     bits = values.view(np.uint32)
     rounded = bits >> np.uint32(16)
     rounded &= np.uint32(1)
-    rounded += bits
     rounded += np.uint32(_ROUND)
+    rounded += bits
     rounded >>= np.uint32(16)
     result: NDArray[np.uint16] = rounded.astype(np.uint16)
-    nan = np.isnan(values)
-    if nan.any():
-        result[nan] = _QUIET_NAN
+    if np.isnan(values.max(initial=-np.inf)):  # NaN is the largest of all
+        result[np.isnan(values)] = _QUIET_NAN
     return result
 
 

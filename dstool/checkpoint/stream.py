@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ SEGMENT = 64 * 2**20
 CHUNK = 2**20
 """Bytes that are cast at a time: what the cache of a core holds."""
 MOST_THREADS = 8
+FLUSH_SECONDS = 0.05
 
 Progress = Callable[[int, int], object]
 """Told the bytes that are done, and all of them."""
@@ -68,13 +71,12 @@ def copy(targets: Sequence[Target], progress: Progress | None = None) -> None:
     """
     tasks = list(_tasks(targets))
     done, whole = 0, sum(task.nbytes for task in tasks)
-    with _Files() as files, ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    with _Files() as files, _flushing(targets, whole), ThreadPoolExecutor(threads) as pool:
         waiting = {pool.submit(_run, task, files): task for task in tasks}
         try:
             while waiting:
-                finished, _ = wait(
-                    waiting, return_when=FIRST_EXCEPTION if progress is None else "FIRST_COMPLETED"
-                )
+                finished, _ = wait(waiting, return_when=FIRST_COMPLETED)
                 for future in finished:
                     future.result()
                     done += waiting.pop(future).nbytes
@@ -83,6 +85,30 @@ def copy(targets: Sequence[Target], progress: Progress | None = None) -> None:
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+@contextmanager
+def _flushing(targets: Sequence[Target], whole: int) -> Iterator[None]:
+    """Let the disk write while the copying goes on, so that little is left to flush at its end."""
+    done = threading.Event()
+    paths = list(dict.fromkeys(target.file for target in targets))
+
+    def flush() -> None:
+        while not done.wait(FLUSH_SECONDS):
+            for path in paths:
+                # what it cannot write here is told to the writer
+                with suppress(OSError), path.open("rb") as stream:
+                    os.fdatasync(stream.fileno())
+
+    thread = threading.Thread(target=flush, daemon=True)
+    if whole > SEGMENT:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if thread.is_alive():
+            thread.join()
 
 
 class _Files:
@@ -175,19 +201,20 @@ def _cast_range(task: _Task, files: _Files, descriptor: int) -> None:
     source, at = target.entry.dtype, task.offset
     for chunk in _chunks(task.pieces, files):
         made = cast(chunk, source, target.dtype)
-        if target.dtype != "F32" and not_finite(made, target.dtype) > not_finite(chunk, source):
+        infinite = not_finite(made, target.dtype) if target.dtype != "F32" else 0
+        if infinite and infinite > not_finite(chunk, source):
             raise _too_large(target, chunk, source)
         at += _write(descriptor, made.view(np.uint8).data, at)
 
 
 def _chunks(pieces: Iterable[Piece], files: _Files) -> Iterator[Any]:
-    """The bytes of `pieces` as arrays of bytes."""
+    """The bytes of `pieces` as arrays of bytes, each of which is good until the next is asked for."""
+    buffer = np.empty(CHUNK, np.uint8)
     for piece in pieces:
         for start in range(0, piece.length, CHUNK):
-            size = min(CHUNK, piece.length - start)
-            yield np.frombuffer(
-                _read(files.source(piece.file), piece.offset + start, size, piece.file), np.uint8
-            )
+            part = buffer[: min(CHUNK, piece.length - start)]
+            _read_into(files.source(piece.file), part.data, piece.offset + start, piece.file)
+            yield part
 
 
 def _gathered(target: Target, files: _Files) -> Any:
@@ -203,14 +230,19 @@ def _gathered(target: Target, files: _Files) -> Any:
     return cast(flat, target.entry.dtype, target.dtype).view(np.uint8).data
 
 
-def _read(descriptor: int, offset: int, size: int, file: Path) -> bytearray:
-    buffer, at = bytearray(size), 0
-    while at < size:
-        got = os.preadv(descriptor, [memoryview(buffer)[at:]], offset + at)
+def _read(descriptor: int, offset: int, size: int, file: Path) -> Any:
+    buffer = np.empty(size, np.uint8)
+    _read_into(descriptor, buffer.data, offset, file)
+    return buffer.data
+
+
+def _read_into(descriptor: int, view: memoryview, offset: int, file: Path) -> None:
+    at = 0
+    while at < len(view):
+        got = os.preadv(descriptor, [view[at:]], offset + at)
         if got == 0:
             raise _ends_early(file)
         at += got
-    return buffer
 
 
 def _write(descriptor: int, data: Any, offset: int) -> int:
