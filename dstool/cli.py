@@ -251,7 +251,7 @@ def train(
         flags += ["--force"] if force else []
         preflight.check(loaded.config, may_exist=force or resume)
         result = launch.run(["train", *flags, "--", *(words or ())], num_gpus=num_gpus, include=include)
-        _show_trained(result)
+        _show_trained(result, adapter=loaded.config.lora is not None)
         return
     from dstool.train import train as run
 
@@ -264,7 +264,7 @@ def train(
     if launch.reports_to_parent():
         launch.report_result(asdict(trained))
     elif log.rank() == 0:
-        _show_trained(asdict(trained))
+        _show_trained(asdict(trained), adapter=loaded.config.lora is not None)
 
 
 def _show_config(rows: list[tuple[str, Any, str]]) -> None:
@@ -277,8 +277,8 @@ def _show_config(rows: list[tuple[str, Any, str]]) -> None:
         out.text(f"{line:<{width}}  # {origin}")
 
 
-def _show_trained(result: dict[str, Any]) -> None:
-    last = result["checkpoints"][-1] if result["checkpoints"] else None
+def _show_trained(result: dict[str, Any], *, adapter: bool) -> None:
+    last = result["checkpoints"][-1] if result["checkpoints"] and not adapter else None
     result["output_dir"] = Path(result["output_dir"])
     out.result(
         "Trained", result, next_command=f"dstool consolidate {last}" if last else 'dstool infer --text "..."'

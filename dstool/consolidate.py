@@ -47,11 +47,13 @@ def consolidate(
         force: replace what is in `output_dir`.
 
     Raises:
+        ModelError: the checkpoint is of a LoRA run.
         CheckpointError: no checkpoint, an incomplete one, or of a kind that cannot be gathered.
         ConfigError: `output_dir` exists, or the shard size cannot be read.
     """
     started = time.monotonic()
     found = layout.find(checkpoint)
+    models.refuse_adapter(found.root, "consolidating")
     target = output_dir or default_output(found)
     refuse_overlap(found, target)
     files.refuse_existing(target, force=force)

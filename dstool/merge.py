@@ -86,10 +86,12 @@ def merge(
 
 def _read(input_dir: Path, zero_stage: int | None) -> tuple[Path, Mapping[str, torch.Tensor]]:
     """The folder with the config and tokenizer, and the weights of the model in `input_dir`."""
+    models.refuse_adapter(input_dir, "merging")
     if models.has_weights(input_dir) and not (input_dir / "latest").exists() and zero_stage is None:
         logger.info("%s holds whole weights", input_dir)
         return input_dir, models.read_weights(input_dir)
     found = layout.find(input_dir)
+    models.refuse_adapter(found.root, "merging")
     if zero_stage is not None and zero_stage != found.stage:
         raise CheckpointError(
             f"{found.folder} is of ZeRO stage {found.stage}, not {zero_stage}",

@@ -20,8 +20,8 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-from dstool.config import ModelSection, Task
-from dstool.errors import ModelError, NoDevice
+from dstool.config import LoraSection, ModelSection, Task
+from dstool.errors import ConfigError, ModelError, NoDevice
 
 logger = logging.getLogger("dstool.models")
 
@@ -245,6 +245,98 @@ def _mend_generation_config(model: Any) -> None:
         logger.info("generation config: dropped sampling values that do_sample: false leaves unused")
 
 
+# --- LoRA ------------------------------------------------------------------------------------------
+
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_TASK_TYPES: Mapping[Task, str] = {"text-classification": "SEQ_CLS", "causal-lm": "CAUSAL_LM"}
+_SHOWN_MODULES = 12
+
+
+def add_lora(model: Any, lora: LoraSection, section: ModelSection) -> Any:
+    """`model` with its weights frozen and an adapter beside them; the head of a classifier is trained too.
+
+    Raises:
+        ConfigError: a module that the model has not, or whose kind peft has no adapter for.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    for key in ("target_modules", "modules_to_save", "exclude_modules"):
+        _check_modules(model, key, getattr(lora, key))
+    settings = LoraConfig(task_type=_TASK_TYPES[section.task], **lora.arguments())
+    try:
+        # peft would keep the adapter of a 16-bit model in fp32; DeepSpeed has fp32 masters of its own.
+        made = get_peft_model(model, settings, autocast_adapter_dtype=False)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"lora: {' '.join(str(error).split())[:300]}", hint="lora.target_modules=all-linear"
+        ) from error
+    if section.name is not None and Path(section.name).is_dir():
+        made.peft_config["default"].base_model_name_or_path = str(Path(section.name).resolve())
+    return made
+
+
+def _check_modules(model: Any, key: str, names: Sequence[str] | str | None) -> None:
+    """Refuse a name that no module ends in; peft passes over one of several without a word."""
+    if names is None or isinstance(names, str):
+        return
+    here = [name for name, _ in model.named_modules() if name]
+    for name in names:
+        if not any(module == name or module.endswith(f".{name}") for module in here):
+            linear = {
+                n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)
+            }
+            some = ", ".join(sorted(linear)[:_SHOWN_MODULES]) or ", ".join(here[:_SHOWN_MODULES])
+            raise ConfigError(
+                f"lora.{key}: {type(model).__name__} has no module {name!r}; it has {some}",
+                hint=f"lora.{key}=[{next(iter(sorted(linear)), here[0])}], or lora.target_modules=all-linear",
+            )
+
+
+def save_base_config(model: Any, folder: Path) -> None:
+    """Write the base model's config beside its adapter: the task and the labels, which peft leaves out."""
+    base = model.get_base_model()
+    base.config.architectures = [type(base).__name__]
+    base.config.save_pretrained(folder)
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether `path` holds a LoRA adapter, whose base model is elsewhere."""
+    return (path / ADAPTER_CONFIG).is_file() and not has_weights(path)
+
+
+def refuse_adapter(path: Path, what: str) -> None:
+    """Raise `ModelError` where `path` holds an adapter, which `what` cannot be done with yet."""
+    if is_adapter(path):
+        raise ModelError(
+            f"{path} holds a LoRA adapter, not a whole model, and {what} one is not supported yet",
+            hint='dstool infer --text "..." runs the final adapter of a run as it is',
+        )
+
+
+def _load_adapter(folder: ModelFolder, dtype: torch.dtype) -> Any:
+    """The base model that the adapter in `folder` names, with the adapter added to its weights."""
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+
+    with _one_line(str(folder.path), "adapter"):
+        base = PeftConfig.from_pretrained(folder.path).base_model_name_or_path
+        held = set(safetensors.torch.load_file(folder.path / ADAPTER))
+    with _one_line(str(base), "base model"):
+        plain = folder.auto_class().from_pretrained(
+            base, config=folder.config, dtype=dtype, ignore_mismatched_sizes=True
+        )
+    with _one_line(str(folder.path), "adapter"):
+        model = PeftModel.from_pretrained(plain, folder.path, autocast_adapter_dtype=False)
+    check_loading(
+        folder.path,
+        {
+            "missing_keys": set(get_peft_model_state_dict(model)) - held,
+            "unexpected_keys": held - set(get_peft_model_state_dict(model)),
+            "mismatched_keys": (),
+        },
+    )
+    return model.merge_and_unload().eval()
+
+
 # --- models from a folder --------------------------------------------------------------------------
 
 TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model")
@@ -312,6 +404,8 @@ def load_folder(folder: ModelFolder, dtype: torch.dtype) -> Any:
     Raises:
         ModelError: a weight is missing, left over or of another shape; a file cannot be read.
     """
+    if is_adapter(folder.path):
+        return _load_adapter(folder, dtype)
     with _one_line(str(folder.path), "model"):
         model, info = folder.auto_class().from_pretrained(
             folder.path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
@@ -377,6 +471,8 @@ def weight_files(path: Path) -> list[Path]:
                     f"{path / lost[0]} is missing, and {index.name} names it", hint="copy the folder again"
                 )
             return [path / shard for shard in names]
+    if (path / ADAPTER).is_file():
+        return [path / ADAPTER]
     raise ModelError(f"{path} holds no weights", hint="name a folder with model.safetensors, or a checkpoint")
 
 

@@ -43,6 +43,7 @@ def check(config: Config, *, may_exist: bool = False) -> read.Reconciled:
     settled = settle(config)
     _check_arguments(settled.train)
     _check_model(config)
+    _check_lora(config)
     _check_data(config)
     may_exist = may_exist or bool(settled.train.get("resume_from_checkpoint"))
     check_output(Path(config.train.output_dir), may_exist=may_exist)
@@ -152,6 +153,22 @@ def _check_model(config: Config) -> None:
         raise ModelError(f"{path}: no such folder", hint="set model.name=FOLDER_OR_HUB_NAME")
     if not path.exists():
         _check_hub(section.name, "model", ModelError)
+
+
+def _check_lora(config: Config) -> None:
+    """Refuse what would leave an adapter that nothing can load, or that `train` cannot write."""
+    if config.lora is None:
+        return
+    if config.model.name is None:
+        raise ConfigError(
+            "lora: saves an adapter alone, and the random weights of model.from_scratch would be lost",
+            hint="set model.name=FOLDER_OR_HUB_NAME, or lora=null to train the whole model",
+        )
+    if config.train.save_fp32:
+        raise ConfigError(
+            "train.save_fp32 with lora: writing an adapter in fp32 is not supported yet",
+            hint="train.save_fp32=false; the adapter itself is in the run's folder",
+        )
 
 
 def _check_data(config: Config) -> None:
