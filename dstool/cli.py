@@ -221,6 +221,62 @@ def explain(
 
 
 @app.command()
+def plan(
+    words: Words = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model folder or hub name. [default: the run file's]", show_default=False),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs on each node. [default: those here]")] = None,
+    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    gpu_memory: Annotated[str | None, typer.Option(help="Of each GPU: 80GB (1000^3), 80GiB.")] = None,
+    cpu_memory: Annotated[str | None, typer.Option(help="Of each node. [default: that of this one]")] = None,
+    nvme_space: Annotated[str | None, typer.Option(help="Of each node. [default: not looked at]")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Rows for each GPU and forward pass.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
+    precision: Annotated[Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Of the run.")] = None,
+    optimizer: Annotated[
+        Literal["AdamW", "Adam", "Adagrad", "none"] | None, typer.Option(help="none: train.optim.")
+    ] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="Train an adapter alone.")] = False,
+    gradient_checkpointing: Annotated[
+        bool | None, typer.Option("--gradient-checkpointing", help="Compute activations twice, keep few.")
+    ] = None,
+    config: ConfigOpt = None,
+    as_json: JsonOpt = False,
+) -> None:
+    """Say which ZeRO stage and offload fit, and what each takes, before anything is loaded."""
+    from dstool.config import load
+
+    out.as_json = as_json
+    loaded = load(config, words=words or (), required=model is None)
+    with out.guard_stdout():
+        from dstool import plan as verb
+
+        settings = loaded.config
+        if model is not None:
+            settings = verb.with_model(settings, model, task_given="model.task" in loaded.sources)
+        settings = verb.with_lora(settings) if lora else settings
+        options = verb.Options(
+            gpus,
+            nodes,
+            gpu_memory,
+            cpu_memory,
+            nvme_space,
+            micro_batch,
+            seq_len,
+            precision,
+            optimizer,
+            gradient_checkpointing,
+        )
+        result = verb.plan(settings, options)
+    if as_json:
+        out.result("", result)
+    else:
+        out.text(verb.show(result))
+
+
+@app.command()
 def train(
     words: Words = None,
     config: ConfigOpt = None,

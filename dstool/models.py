@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import pickle
+import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from dstool.config import LoraSection, ModelSection, Task
+from dstool.ds_config.memory import ModelShape
 from dstool.errors import ConfigError, ModelError, NoDevice
 
 logger = logging.getLogger("dstool.models")
@@ -31,6 +34,7 @@ AUTO_CLASSES: Mapping[Task, str] = {
     "text-classification": "AutoModelForSequenceClassification",
     "causal-lm": "AutoModelForCausalLM",
 }
+_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 UNKNOWN, END = "<unk>", "</s>"
 UNREADABLE = (
     OSError,
@@ -337,6 +341,152 @@ def _load_adapter(folder: ModelFolder, dtype: torch.dtype) -> Any:
     return model.merge_and_unload().eval()
 
 
+# --- the shape of a model ----------------------------------------------------------------------------
+
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""Trainer's second group of parameters (trainer.py `get_decay_parameter_names`, 5.24)."""
+_QUANTISED_BITS: Mapping[str, int] = {"fp8": 8, "fbgemm_fp8": 8, "compressed-tensors": 8, "mxfp4": 4}
+
+
+def shape_of(section: ModelSection, lora: LoraSection | None, *, own_optimizer: bool = False) -> ModelShape:
+    """What memory needs to know of the model; none of its weights is loaded.
+
+    Its parameters come from its config on the meta device or, where Transformers has no such architecture,
+    from the headers of its safetensors files.
+
+    Args:
+        own_optimizer: whether Trainer makes the optimizer, with a group for what is not decayed; DeepSpeed's
+            gets all parameters in one (transformers 5.24 integrations/deepspeed.py `deepspeed_optim_sched`).
+
+    Raises:
+        ModelError: there is none under that name, or it is quantised and no adapter is asked for.
+        ConfigError: an adapter for a module that the model has not.
+    """
+    config = _fresh_config(section) if section.name is None else _pretrained_config(section)
+    folder = Path(section.name) if section.name is not None else None
+    bits = _quantised_bits(config)
+    if bits and lora is None:
+        raise ModelError(
+            f"{section.name}: its weights are quantised to {bits} bits, and cannot be trained themselves",
+            hint="--lora, or lora: in the run file, trains an adapter beside them",
+        )
+    auto = getattr(transformers, AUTO_CLASSES[section.task])
+    try:
+        with _one_line(str(section.name or config.model_type), "model"), torch.device("meta"):
+            model = auto.from_config(config, trust_remote_code=section.trust_remote_code)
+    except ModelError:
+        if folder is None or lora is not None or not list(folder.glob("*.safetensors")):
+            raise
+        logger.info("%s: not an architecture for the task, so the sizes are those of its files", folder)
+        sizes = _header_sizes(folder)
+        gated = any("gate_proj" in name for name in sizes)
+        return _shape(section, config, _groups(sizes, own_optimizer), (), gated=gated)
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    if lora is not None:
+        with torch.device("meta"):
+            model = add_lora(model, lora, section)
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    return _shape(
+        section,
+        config,
+        _groups(trained, own_optimizer),
+        tuple(p.numel() for p in model.parameters() if not p.requires_grad),
+        frozen_bytes=_frozen_bytes(model, folder, linear, bits),
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        gated=any("gate_proj" in name or "gate_up_proj" in name for name, _ in model.named_parameters()),
+    )
+
+
+def _groups(sizes: Mapping[str, int], own_optimizer: bool) -> tuple[tuple[int, ...], ...]:
+    """The sizes in the optimizer's groups."""
+    groups: tuple[list[int], list[int]] = ([], [])
+    for name, size in sizes.items():
+        groups[own_optimizer and bool(_NO_DECAY.search(name.lower()))].append(size)
+    return tuple(tuple(group) for group in groups if group)
+
+
+def _shape(
+    section: ModelSection,
+    config: Any,
+    trained: tuple[tuple[int, ...], ...],
+    frozen: tuple[int, ...],
+    **rest: Any,
+) -> ModelShape:
+    text = config.get_text_config()
+
+    def of(*names: str, default: int = 0) -> int:
+        values = (getattr(text, name, None) for name in names)
+        return next((int(value) for value in values if isinstance(value, int) and value), default)
+
+    hidden, heads = of("hidden_size", "d_model"), of("num_attention_heads", default=1)
+    width = of("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "d_ff", default=4 * hidden)
+    return ModelShape(
+        trained,
+        frozen,
+        hidden_size=hidden,
+        layers=of("num_hidden_layers", "num_layers"),
+        heads=heads,
+        key_value_heads=of("num_key_value_heads", default=heads),
+        intermediate_size=width * of("num_experts_per_tok", default=1),
+        logits=of("vocab_size") if section.task == "causal-lm" else 0,
+        attention_matrix=getattr(config, "_attn_implementation", None) == "eager",
+        **rest,
+    )
+
+
+def task_of(section: ModelSection) -> Task:
+    """The task that a model's architecture is for; classification where that does not say."""
+    names = list(_pretrained_config(section).architectures or [])
+    generator = any(name.endswith(_GENERATORS) for name in names)
+    return "causal-lm" if generator else "text-classification"
+
+
+def positions_of(section: ModelSection) -> int | None:
+    """The longest text that the model takes, in tokens, where its config says so."""
+    config = _fresh_config(section) if section.name is None else _pretrained_config(section)
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _quantised_bits(config: Any) -> int:
+    """Bits of a weight where the config says that they are quantised, else 0."""
+    found = getattr(config, "quantization_config", None)
+    values = found if isinstance(found, dict) else found.to_dict() if found is not None else {}
+    if not values:
+        return 0
+    if values.get("load_in_4bit") or values.get("_load_in_4bit"):
+        return 4
+    if values.get("load_in_8bit") or values.get("_load_in_8bit"):
+        return 8
+    return int(values.get("bits") or _QUANTISED_BITS.get(str(values.get("quant_method")), 8))
+
+
+def _frozen_bytes(model: Any, folder: Path | None, linear: int, bits: int) -> int | None:
+    """Bytes of the frozen weights of a quantised model: those of its files, or an estimate from the bits.
+
+    Below 8 bits a block of 64 weights comes with an fp32 scale (bitsandbytes).
+    """
+    if not bits:
+        return None
+    if folder is not None and (files := list(folder.glob("*.safetensors"))):
+        return sum(file.stat().st_size for file in files)
+    whole: int = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    return linear * bits // 8 + (linear // 16 if bits < 8 else 0) + 2 * max(0, whole - linear)
+
+
+def _header_sizes(folder: Path) -> dict[str, int]:
+    """Elements of every tensor in the safetensors files of `folder`, from their headers."""
+    sizes: dict[str, int] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safetensors.safe_open(file, framework="pt") as opened:
+                names = list(opened.keys())
+                sizes |= {name: math.prod(opened.get_slice(name).get_shape()) for name in names}
+        except UNREADABLE as error:
+            raise ModelError(f"{file}: cannot be read: {error}", hint="copy the file again") from error
+    return sizes
+
+
 # --- models from a folder --------------------------------------------------------------------------
 
 TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model")
@@ -389,7 +539,7 @@ def open_folder(path: Path) -> ModelFolder:
     names = list(config.architectures or [])
     if any(name.endswith("ForSequenceClassification") for name in names):
         return ModelFolder(path, config, "text-classification")
-    if any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names):
+    if any(name.endswith(_GENERATORS) for name in names):
         return ModelFolder(path, config, "causal-lm")
     raise ModelError(
         f"{path} holds {', '.join(names) or 'an unnamed architecture'}, "

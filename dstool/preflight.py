@@ -42,7 +42,7 @@ def check(config: Config, *, may_exist: bool = False) -> read.Reconciled:
     """
     settled = settle(config)
     _check_arguments(settled.train)
-    _check_model(config)
+    check_model(config)
     _check_lora(config)
     _check_data(config)
     may_exist = may_exist or bool(settled.train.get("resume_from_checkpoint"))
@@ -85,7 +85,7 @@ def _model_config(config: Config) -> dict[str, Any] | None:
     try:
         found = json.loads(Path(config.model.name, "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return None  # `_check_model` says what is wrong with it
+        return None  # `check_model` says what is wrong with it
     return found if isinstance(found, dict) else None
 
 
@@ -135,7 +135,8 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _check_model(config: Config) -> None:
+def check_model(config: Config) -> None:
+    """Raise `ConfigError` or `ModelError` where no model is named, or not one that can be found."""
     section = config.model
     if (section.name is None) == (section.from_scratch is None):
         problem = "names no model" if section.name is None else "has both model.name and model.from_scratch"
