@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dstool import models, preflight
+from dstool import machine, models, preflight
 from dstool.config import Config, LoraSection
 from dstool.console import human_bytes
 from dstool.ds_config import memory
@@ -135,7 +134,7 @@ def _choice(each: memory.Estimate, limits: memory.Limits, setup: memory.Setup) -
 
 def with_model(config: Config, name: str, *, task_given: bool) -> Config:
     """`config` for another model; its task is that of its architecture, where `config` does not say."""
-    section = config.model.model_copy(update={"name": name, "from_scratch": None})
+    section = config.model.model_copy(update={"name": name, "from_scratch": None, "revision": None})
     changed = config.model_copy(update={"model": section})
     if not task_given:
         preflight.check_model(changed)
@@ -239,22 +238,14 @@ def _seq_len(config: Config) -> int:
 
 
 def _gpus(assumed: list[str]) -> int:
-    found = _gpu_memories()
+    found = machine.gpu_memories()
     if not found:
         assumed.append("1 GPU, as none was found (--gpus)")
     return len(found) or 1
 
 
-def _gpu_memories() -> list[int]:
-    import torch
-
-    return [
-        torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())
-    ]
-
-
 def _limits(config: Config, options: Options, assumed: list[str]) -> memory.Limits:
-    found = _gpu_memories() if options.gpu_memory is None else []
+    found = machine.gpu_memories() if options.gpu_memory is None else []
     if options.gpu_memory is not None:
         gpu = memory.parse_size(options.gpu_memory, "--gpu-memory")
     elif found:
@@ -265,7 +256,7 @@ def _limits(config: Config, options: Options, assumed: list[str]) -> memory.Limi
     if options.cpu_memory is not None:
         host = memory.parse_size(options.cpu_memory, "--cpu-memory")
     else:
-        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        host = machine.host_memory()
         assumed.append(f"{human_bytes(host)} of memory on each host, as this machine has (--cpu-memory)")
     nvme = memory.parse_size(options.nvme_space, "--nvme-space") if options.nvme_space is not None else None
     return memory.Limits(gpu, host, nvme)
@@ -303,6 +294,7 @@ def nearest_of(choices: tuple[Choice, ...]) -> Choice:
 
 # --- what is shown -------------------------------------------------------------------------------------
 
+_PLACES = {"gpu": "GPU", "host": "host", "nvme": "NVMe"}
 _HEAD = (
     "stage",
     "offload",
@@ -352,7 +344,9 @@ def _table(result: PlanResult) -> list[str]:
 def _row(each: Choice, result: PlanResult) -> tuple[str, ...]:
     kinds = (each.gpu.weights, each.gpu.gradients, each.gpu.optimizer, each.gpu.buffers, each.gpu.activations)
     best = (each.stage, each.offload) == (result.stage, result.offload)
-    lacking = ", ".join(f"{human_bytes(count)} short on the {place}" for place, count in each.lacks.items())
+    lacking = ", ".join(
+        f"{human_bytes(count)} short on the {_PLACES[place]}" for place, count in each.lacks.items()
+    )
     return (
         str(each.stage),
         each.offload,
@@ -373,7 +367,9 @@ def _conclusion(result: PlanResult) -> list[str]:
     ]
     if result.stage is None:
         nearest = nearest_of(result.choices)
-        short = ", ".join(f"{human_bytes(count)} on the {place}" for place, count in nearest.lacks.items())
+        short = ", ".join(
+            f"{human_bytes(count)} on the {_PLACES[place]}" for place, count in nearest.lacks.items()
+        )
         named = _named(nearest.stage, nearest.offload)
         return [
             *lines,

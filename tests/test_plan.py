@@ -348,7 +348,7 @@ def test_where_nothing_fits_it_says_by_how_much_and_what_would_help() -> None:
     assert (result.stage, result.offload) == (None, None)
     *_, nothing, help_line = show(result).splitlines()
     assert nothing.startswith("nothing fits; stage 3")
-    assert "GB on the gpu" in nothing
+    assert "GB on the GPU" in nothing
     assert all(word in help_line for word in ("--lora", "--micro-batch 2", "--gpus 2"))
 
 

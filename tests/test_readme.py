@@ -53,6 +53,7 @@ def test_every_block_is_run_by_a_test() -> None:
         ("dstool", "bash"),
         ("dstool", "console"),
         ("Your model, your data", "bash"),
+        ("What fits", "bash"),
         ("An adapter instead of the whole model", "yaml"),
         ("An adapter instead of the whole model", "bash"),
         ("Starting the ranks", "bash"),
@@ -106,6 +107,14 @@ def test_your_model_your_data(tmp_path: Path, tiny: Callable[..., Path], command
         shell(line, command, tmp_path)
     assert (tmp_path / "out/model.safetensors").is_file()
     assert (tmp_path / "second-run/model.safetensors").is_file()
+
+
+def test_what_fits(tmp_path: Path, tiny: Callable[..., Path], command: Callable[..., Any]) -> None:
+    shutil.copytree(tiny("llama"), tmp_path / "Qwen/Qwen3-0.6B")
+    command("dstool", "init-config", cwd=tmp_path)
+    *tables, object_ = [shell(line, command, tmp_path).out for line in commands("What fits")]
+    assert all("next: dstool init-config --stage 1" in table for table in tables)
+    assert '"stage": 1' in object_
 
 
 def test_an_adapter(tmp_path: Path, tiny: Callable[..., Path], command: Callable[..., Any]) -> None:

@@ -55,6 +55,9 @@ RESERVE: Final = 2_000_000_000
 HOST_RESERVE: Final = 2_000_000_000
 """Bytes of host memory for each rank's Python, libraries and data. Assumed."""
 
+FILE: Final = 5_000_000_000
+"""The largest file that `consolidate` and `merge` write, unless told otherwise."""
+
 OPTIMIZER_STATES: Final = {
     "adam": 8,
     "adamw": 8,
@@ -362,7 +365,9 @@ def _stage_3(model: ModelShape, setup: Setup, offload: Offload) -> tuple[_Rank, 
     if offload == "cpu":
         return gpu, Kinds(width * part + frozen, gradients + 4 * part, states), Kinds()
     shards = width * part + frozen
-    in_cpu = min(shards, width * setup.max_in_cpu)
+    in_cpu = width * min(
+        part, setup.max_in_cpu
+    )  # of the trained ones alone (`_create_param_groups_fp16_flat_cpu_memory`)
     pinned = 4 * setup.nvme_optimizer_buffers * sub_group
     pinned += width * setup.nvme_param_buffers * setup.nvme_param_buffer_size
     return gpu, Kinds(in_cpu, gradients, 0, pinned), Kinds(shards, 4 * part, states)
@@ -413,19 +418,17 @@ class Later:
 def later(model: ModelShape, setup: Setup) -> Later:
     """What a checkpoint takes, and what `consolidate` (to fp32) and `merge` need.
 
-    A checkpoint holds the weights, the fp32 copy and the states. `consolidate` and `merge` put the fp32
-    weights together in memory and write them a file (5 GB) at a time.
+    A checkpoint holds the weights, the fp32 copy and the states; of an adapter's run only those of what is
+    trained (transformers 5.24, trainer.py `exclude_frozen_parameters`). `consolidate` and `merge` put the
+    fp32 weights together in memory and write them a file (5 GB) at a time.
     """
-    whole = 4 * model.parameters
-    file = min(whole, 5_000_000_000)
-    weights = setup.width * model.trained_parameters + _frozen_bytes(model, setup)
-    states = (4 + setup.state_bytes) * model.trained_parameters
+    whole, trained = 4 * model.parameters, 4 * model.trained_parameters
     return Later(
-        checkpoint_disk=weights + states,
-        consolidate_disk=whole,
-        consolidate_memory=whole + file,
+        checkpoint_disk=(setup.width + 4 + setup.state_bytes) * model.trained_parameters,
+        consolidate_disk=trained,
+        consolidate_memory=trained + min(trained, FILE),
         merge_disk=setup.width * model.parameters,
-        merge_memory=whole + file,
+        merge_memory=whole + min(whole, FILE),
     )
 
 
