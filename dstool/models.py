@@ -292,7 +292,7 @@ def _check_modules(model: Any, key: str, names: Sequence[str] | str | None) -> N
             some = ", ".join(sorted(linear)[:_SHOWN_MODULES]) or ", ".join(here[:_SHOWN_MODULES])
             raise ConfigError(
                 f"lora.{key}: {type(model).__name__} has no module {name!r}; it has {some}",
-                hint=f"lora.{key}=[{next(iter(sorted(linear)), here[0])}], or lora.target_modules=all-linear",
+                hint="lora.target_modules=all-linear" if key == "target_modules" else f"correct lora.{key}",
             )
 
 
@@ -362,7 +362,7 @@ def shape_of(section: ModelSection, lora: LoraSection | None, *, own_optimizer: 
         ModelError: there is none under that name, or it is quantised and no adapter is asked for.
         ConfigError: an adapter for a module that the model has not.
     """
-    config = _fresh_config(section) if section.name is None else _pretrained_config(section)
+    config = _config_of(section)
     folder = Path(section.name) if section.name is not None else None
     bits = _quantised_bits(config)
     if bits and lora is None:
@@ -375,8 +375,14 @@ def shape_of(section: ModelSection, lora: LoraSection | None, *, own_optimizer: 
         with _one_line(str(section.name or config.model_type), "model"), torch.device("meta"):
             model = auto.from_config(config, trust_remote_code=section.trust_remote_code)
     except ModelError:
-        if folder is None or lora is not None or not list(folder.glob("*.safetensors")):
+        if folder is None or not list(folder.glob("*.safetensors")):
             raise
+        if lora is not None:
+            raise ModelError(
+                f"{folder}: Transformers has no {config.model_type or 'such'} model for the task, so where "
+                "an adapter would go is not known",
+                hint="plan without lora, or name another model",
+            ) from None
         logger.info("%s: not an architecture for the task, so the sizes are those of its files", folder)
         sizes = _header_sizes(folder)
         gated = any("gate_proj" in name for name in sizes)
@@ -424,7 +430,7 @@ def _shape(
         trained,
         frozen,
         hidden_size=hidden,
-        layers=of("num_hidden_layers", "num_layers"),
+        layers=of("num_hidden_layers", "num_layers") + of("num_decoder_layers"),
         heads=heads,
         key_value_heads=of("num_key_value_heads", default=heads),
         intermediate_size=width * of("num_experts_per_tok", default=1),
@@ -434,16 +440,30 @@ def _shape(
     )
 
 
+def _config_of(section: ModelSection) -> Any:
+    """The model's config; of an architecture that Transformers does not know, what config.json says."""
+    if section.name is None:
+        return _fresh_config(section)
+    try:
+        return _pretrained_config(section)
+    except ModelError:
+        folder = Path(section.name)
+        if not list(folder.glob("*.safetensors")):
+            raise
+        with _one_line(section.name, "model"):
+            return transformers.PretrainedConfig.from_json_file(folder / "config.json")
+
+
 def task_of(section: ModelSection) -> Task:
     """The task that a model's architecture is for; classification where that does not say."""
-    names = list(_pretrained_config(section).architectures or [])
+    names = list(_config_of(section).architectures or [])
     generator = any(name.endswith(_GENERATORS) for name in names)
     return "causal-lm" if generator else "text-classification"
 
 
 def positions_of(section: ModelSection) -> int | None:
     """The longest text that the model takes, in tokens, where its config says so."""
-    config = _fresh_config(section) if section.name is None else _pretrained_config(section)
+    config = _config_of(section)
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
 

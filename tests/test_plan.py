@@ -13,7 +13,7 @@ import transformers
 from typer.testing import CliRunner
 
 from dstool import cli
-from dstool.config import Config, load
+from dstool.config import Config, LoraSection, load
 from dstool.ds_config import memory
 from dstool.ds_config.build import Options as JsonOptions
 from dstool.ds_config.build import build
@@ -222,19 +222,21 @@ def test_quantised_weights(tiny: Callable[..., Path], here: Path) -> None:
     assert of(estimated, 0).gpu.weights < size / 2
 
 
-def test_an_unknown_architecture_is_taken_from_its_files(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_architecture_is_taken_from_its_files(tiny: Callable[..., Path]) -> None:
     folder = tiny("llama")
-    whole = plan(load(flags={"model.name": str(folder), "model.task": "causal-lm"}, required=False).config)
-
-    def unknown(*_: Any, **__: Any) -> Any:
-        raise ValueError("Unrecognized configuration class")
-
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", unknown)
-    files = plan(load(flags={"model.name": str(folder), "model.task": "causal-lm"}, required=False).config)
+    config = load(flags={"model.name": str(folder), "model.task": "causal-lm"}, required=False).config
+    whole = plan(config)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "brand-new"}))
+    files = plan(config)
     assert files.parameters == whole.parameters
     assert of(files, 3).gpu.optimizer == of(whole, 3).gpu.optimizer
+    assert of(files, 2).gpu.activations == of(whole, 2).gpu.activations
+    with pytest.raises(ModelError, match="where an adapter would go"):
+        plan(config.model_copy(update={"lora": LoraSection()}))
+    (folder / "model.safetensors").write_bytes(b"no header")
+    with pytest.raises(ModelError, match=r"model\.safetensors: cannot be read"):
+        plan(config)
 
 
 def test_no_weight_is_read(tiny: Callable[..., Path]) -> None:
