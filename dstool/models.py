@@ -434,6 +434,8 @@ def _shape(
         heads=heads,
         key_value_heads=of("num_key_value_heads", default=heads),
         intermediate_size=width * of("num_experts_per_tok", default=1),
+        unfused_gelu="gelu_new"
+        in (getattr(text, name, None) for name in ("hidden_act", "activation_function")),
         logits=of("vocab_size") if section.task == "causal-lm" else 0,
         attention_matrix=getattr(config, "_attn_implementation", None) == "eager",
         **rest,

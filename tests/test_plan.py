@@ -12,8 +12,8 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from dstool import cli
-from dstool.config import Config, LoraSection, load
+from dstool import cli, models
+from dstool.config import Config, LoraSection, ModelSection, load
 from dstool.ds_config import memory
 from dstool.ds_config.build import Options as JsonOptions
 from dstool.ds_config.build import build
@@ -30,6 +30,13 @@ LLAMA_8B = {
     "num_key_value_heads": 8,
     "intermediate_size": 14336,
     "max_position_embeddings": 8192,
+}
+LAYERS = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "intermediate_size": 1024,
 }
 SMALL = {
     "model_type": "llama",
@@ -337,9 +344,40 @@ def test_the_activations_of_the_paper() -> None:
     plain = {"hidden_size": 1024, "layers": 24, "heads": 16, "key_value_heads": 16, "intermediate_size": 4096}
     setup = memory.Setup(micro_batch=4, seq_len=2048)
     base = 4 * 2048 * 1024
-    assert memory.activations(memory.ModelShape((), (), **plain), setup) == 24 * 34 * base + 4 * base
-    scores = memory.ModelShape((), (), attention_matrix=True, **plain)
-    assert memory.activations(scores, setup) == 24 * (34 * base + 5 * 16 * 2048**2 * 4) + 4 * base
+    more = memory.MORE_THAN_THE_PAPER
+    found = memory.activations(memory.ModelShape((), (), **plain), setup)
+    assert found == pytest.approx(more * (24 * 34 + 4) * base)
+    found = memory.activations(memory.ModelShape((), (), attention_matrix=True, **plain), setup)
+    assert found == pytest.approx(more * (24 * (34 * base + 5 * 16 * 2048**2 * 4) + 4 * base))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "bert", "gpt2"])
+def test_the_activations_are_those_that_a_forward_pass_keeps(kind: str, precision: Any) -> None:
+    """Dropout of attention is off: on the CPU it would keep the matrix of scores; kernels of GPUs do not."""
+    sizes: dict[str, Any] = (
+        {**LAYERS, "num_key_value_heads": 4} if kind in {"llama", "qwen2"} else dict(LAYERS)
+    )
+    section = ModelSection(
+        task="text-classification",
+        from_scratch={"model_type": kind, **sizes, "attention_probs_dropout_prob": 0.0, "attn_pdrop": 0.0},
+    )
+    config = models._fresh_config(section)
+    config.pad_token_id = 0
+    model = transformers.AutoModelForSequenceClassification.from_config(config).to(models.DTYPES[precision])
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    ids = torch.randint(1, 100, (4, 128))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.train()(input_ids=ids, labels=torch.zeros(4, dtype=torch.long))
+    there = sum(each.untyped_storage().nbytes() for place, each in kept.items() if place not in weights)
+    setup = memory.Setup(precision=precision, micro_batch=4, seq_len=128)
+    assert memory.activations(models.shape_of(section, None), setup) == pytest.approx(there, rel=0.2)
 
 
 # --- what is shown ------------------------------------------------------------------------------------------
