@@ -47,6 +47,7 @@ def consolidate(
         force: replace the model that is in `output_dir`.
 
     Raises:
+        ModelError: the checkpoint is of a LoRA run.
         CheckpointError: no checkpoint, an incomplete one, or of a kind that cannot be gathered.
         ConfigError: `output_dir` exists (and with `force`: is no model), lies in a checkpoint or holds
             this one; or the shard size cannot be read.
@@ -54,6 +55,7 @@ def consolidate(
     started = time.monotonic()
     writer.parse_size(max_shard_size)
     found = layout.find(checkpoint)
+    models.refuse_adapter(found.root, "consolidating")
     target = output_dir or default_output(found)
     refuse_overlap(found, target)
     files.refuse_replacing(target, (*models.COMPANIONS, *writer.WEIGHT_PATTERNS), force=force)
