@@ -376,9 +376,7 @@ def plan(
     micro_batch: Annotated[int | None, typer.Option(help="Rows for each GPU and forward pass.")] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
     precision: Annotated[Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Of the run.")] = None,
-    optimizer: Annotated[
-        Literal["AdamW", "Adam", "Adagrad", "none"] | None, typer.Option(help="none: train.optim.")
-    ] = None,
+    optimizer: Annotated[OptimizerName | None, typer.Option(help="none: train.optim.")] = None,
     lora: Annotated[bool, typer.Option("--lora", help="Train an adapter alone.")] = False,
     gradient_checkpointing: Annotated[
         bool | None, typer.Option("--gradient-checkpointing", help="Compute activations twice, keep few.")

@@ -11,7 +11,7 @@ from dstool import machine, models, preflight
 from dstool.config import Config, LoraSection
 from dstool.console import human_bytes
 from dstool.ds_config import memory
-from dstool.ds_config.build import AUTO
+from dstool.ds_config.build import AUTO, OPTIMIZER_PARAMS
 from dstool.ds_config.options import Offload, OptimizerName, Stage
 from dstool.errors import ConfigError
 
@@ -244,6 +244,9 @@ def _state_bytes(given: OptimizerName | None, ds: Mapping[str, Any], train: Mapp
     name = given if given not in (None, "none") else (ds.get("optimizer") or {}).get("type")
     if name is None:
         return GIVEN_BY_TRAINER.get(str(train.get("optim")), 8)
+    if str(name).lower() == "sgd":
+        written = OPTIMIZER_PARAMS["SGD"] if given else ds["optimizer"].get("params") or {}
+        return 4 if written.get("momentum") else 0
     return memory.OPTIMIZER_STATES.get(str(name).lower(), 8)
 
 

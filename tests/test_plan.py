@@ -449,3 +449,17 @@ def test_failures_are_two_lines(words: tuple[str, ...], said: str, code: int, ti
     assert said in done.stderr
     assert len(done.stderr.strip().splitlines()) == 2
     assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state"), [("AdamW", 8), ("SGD", 4), ("Lion", 4), ("Muon", 4), ("FusedAdam", 8)]
+)
+def test_the_state_is_that_of_the_optimizer_as_init_config_writes_it(optimizer, state):
+    assert plan(scratch(SMALL), Options(optimizer=optimizer)).setup.state_bytes == state
+
+
+@pytest.mark.parametrize(("momentum", "state"), [(0.9, 4), (0.0, 0)])
+def test_sgd_has_a_state_with_momentum_alone(momentum, state):
+    params = {"lr": "auto", "momentum": momentum}
+    ds = {**build(JsonOptions(optimizer="SGD")), "optimizer": {"type": "SGD", "params": params}}
+    assert plan(scratch(SMALL, deepspeed=ds)).setup.state_bytes == state

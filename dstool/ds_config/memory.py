@@ -71,9 +71,8 @@ OPTIMIZER_STATES: Final = {
     "adagrad": 4,
     "lion": 4,
     "muon": 4,
-    "sgd": 0,
 }
-"""Bytes of state for a trained parameter, beside its fp32 copy."""
+"""Bytes of state for a trained parameter, beside its fp32 copy. SGD has 4 with momentum, and none without."""
 
 
 # --- what is asked -----------------------------------------------------------------------------------
