@@ -149,6 +149,14 @@ def init_config(
     preset: Annotated[
         str | None, typer.Option(help="A ready set of options, over which the others go: see configs/.")
     ] = None,
+    auto: Annotated[
+        bool,
+        typer.Option("--auto", help="Take stage and offload from dstool plan: the fastest that fits."),
+    ] = False,
+    gpus: Annotated[int | None, typer.Option(help="For --auto: GPUs here. Default: those found.")] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="For --auto: of each GPU, 80GB. Default: what is found.")
+    ] = None,
     stage: Annotated[int | None, typer.Option(min=0, max=3, help="The ZeRO stage. Default: 2.")] = None,
     offload: Annotated[
         Device | None,
@@ -246,6 +254,9 @@ def init_config(
     from dstool import init_config as verb
 
     out.as_json = as_json
+    if auto:
+        verb.refuse_with_auto(preset=preset, stage=stage, offload=offload)
+        stage, offload = _planned(model, task, gpus, gpu_memory, micro_batch, precision)
     options = verb.options_of(
         preset,
         settings or (),
@@ -273,6 +284,31 @@ def init_config(
     result = verb.init_config(options, Path(output), model=model, data=data, task=task, force=force)
     other = f" deepspeed={typed(Path(output))}" if result.named else ""
     out.result("Initialised", result, next_command=f"dstool train{other}")
+
+
+def _planned(
+    model: str | None,
+    task: Any,
+    gpus: int | None,
+    gpu_memory: str | None,
+    micro_batch: int | None,
+    precision: Any,
+) -> tuple[Any, Any]:
+    """The stage and offload that `dstool plan` recommends for the model given, or for the run file's."""
+    from dstool.config import load
+
+    config = load(flags={"model.task": task}, required=model is None).config
+    config = config.model_copy(update={"deepspeed": None})  # it is about to be written
+    with out.guard_stdout():
+        from dstool import plan as planning
+
+        if model is not None:
+            config = planning.with_model(config, model, task_given=task is not None)
+        given = None if precision == "auto" else precision
+        options = planning.Options(gpus, gpu_memory=gpu_memory, micro_batch=micro_batch, precision=given)
+        result = planning.plan(config, options)
+    planning.log_choice(result)
+    return result.stage, result.offload
 
 
 @app.command()
@@ -330,6 +366,60 @@ def explain(
 
 
 @app.command()
+def plan(
+    words: Words = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model folder or hub name. [default: the run file's]", show_default=False),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs on each node. [default: those here]")] = None,
+    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    gpu_memory: Annotated[str | None, typer.Option(help="Of each GPU: 80GB (1000^3), 80GiB.")] = None,
+    cpu_memory: Annotated[str | None, typer.Option(help="Of each node. [default: that of this one]")] = None,
+    nvme_space: Annotated[str | None, typer.Option(help="Of each node. [default: not looked at]")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Rows for each GPU and forward pass.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
+    precision: Annotated[Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Of the run.")] = None,
+    optimizer: Annotated[OptimizerName | None, typer.Option(help="none: train.optim.")] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="Train an adapter alone.")] = False,
+    gradient_checkpointing: Annotated[
+        bool | None, typer.Option("--gradient-checkpointing", help="Compute activations twice, keep few.")
+    ] = None,
+    config: ConfigOpt = None,
+    as_json: JsonOpt = False,
+) -> None:
+    """Say which ZeRO stage and offload fit, and what each takes, before anything is loaded."""
+    from dstool.config import load
+
+    out.as_json = as_json
+    loaded = load(config, words=words or (), required=model is None)
+    with out.guard_stdout():
+        from dstool import plan as verb
+
+        settings = loaded.config
+        if model is not None:
+            settings = verb.with_model(settings, model, task_given="model.task" in loaded.sources)
+        settings = verb.with_lora(settings) if lora else settings
+        options = verb.Options(
+            gpus,
+            nodes,
+            gpu_memory,
+            cpu_memory,
+            nvme_space,
+            micro_batch,
+            seq_len,
+            precision,
+            optimizer,
+            gradient_checkpointing,
+        )
+        result = verb.plan(settings, options)
+    if as_json:
+        out.result("", result)
+    else:
+        out.text(verb.show(result))
+
+
+@app.command()
 def train(
     words: Words = None,
     config: ConfigOpt = None,
@@ -360,7 +450,7 @@ def train(
         flags += ["--force"] if force else []
         preflight.check(loaded.config, may_exist=force or resume)
         result = launch.run(["train", *flags, "--", *(words or ())], num_gpus=num_gpus, include=include)
-        _show_trained(result, config)
+        _show_trained(result, config, adapter=loaded.config.lora is not None)
         return
     from dstool.train import train as run
 
@@ -373,7 +463,7 @@ def train(
     if launch.reports_to_parent():
         launch.report_result(asdict(trained))
     elif log.rank() == 0:
-        _show_trained(asdict(trained), config)
+        _show_trained(asdict(trained), config, adapter=loaded.config.lora is not None)
 
 
 def _show_config(rows: list[tuple[str, Any, str]]) -> None:
@@ -386,11 +476,11 @@ def _show_config(rows: list[tuple[str, Any, str]]) -> None:
         out.text(f"{line:<{width}}  # {origin}")
 
 
-def _show_trained(result: dict[str, Any], config: Path | None) -> None:
+def _show_trained(result: dict[str, Any], config: Path | None, *, adapter: bool = False) -> None:
     """Show the result, and what to do next with the checkpoint that holds what the run ends with."""
     result["output_dir"] = folder = Path(result["output_dir"])
     last = result["best"] or next(reversed(result["checkpoints"]), None)
-    following = f"dstool consolidate {_typed(folder / last)}" if last else _infer(folder)
+    following = f"dstool consolidate {_typed(folder / last)}" if last and not adapter else _infer(folder)
     out.result("Trained", result, next_command=following + _with(config))
 
 

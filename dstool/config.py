@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from operator import or_
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -97,6 +97,27 @@ class TrainSection(_Section):
         return {"output_dir": self.output_dir, **self.model_dump(exclude_unset=True, exclude=own)}
 
 
+class LoraSection(_Section):
+    """Train a small adapter beside frozen weights. Each key has the name it has in `peft.LoraConfig`."""
+
+    r: int = Field(8, gt=0, description="the rank of the adapter: more learns more, and costs more")
+    lora_alpha: int = Field(8, gt=0, description="the adapter's output is scaled by lora_alpha / r")
+    lora_dropout: float = Field(0.0, ge=0.0, lt=1.0, description="dropout in front of the adapter")
+    target_modules: list[str] | Literal["all-linear"] | None = Field(
+        None, description="names of the layers that get one, or all-linear; default: peft's for the model"
+    )
+    exclude_modules: list[str] | None = Field(None, description="names of layers that get none")
+    modules_to_save: list[str] | None = Field(
+        None, description="layers to train in full as well; the head of a classifier always is"
+    )
+    bias: Literal["none", "all", "lora_only"] = Field("none", description="which biases to train")
+    use_rslora: bool = Field(False, description="scale by lora_alpha / sqrt(r) instead")
+
+    def arguments(self) -> dict[str, Any]:
+        """What `peft.LoraConfig` takes."""
+        return self.model_dump(exclude_none=True)
+
+
 class ConsolidateSection(_Section):
     """How a ZeRO checkpoint becomes weights."""
 
@@ -142,6 +163,7 @@ class Config(_Section):
     deepspeed: str | dict[str, Any] | None = Field(
         None, description="the DeepSpeed JSON: a path, or the same mapping written here"
     )
+    lora: LoraSection | None = Field(None, description="train an adapter (LoRA) alone; without it, the model")
     consolidate: ConsolidateSection = Field(default_factory=ConsolidateSection)
     merge: MergeSection = Field(default_factory=MergeSection)
     infer: InferSection = Field(default_factory=InferSection)
@@ -405,8 +427,8 @@ def _known_keys(section: str) -> list[str]:
     if not section:
         return list(Config.model_fields)
     annotation = _config_model().model_fields[section].annotation
-    fields = getattr(annotation, "model_fields", {})
-    return list(fields)
+    kinds = [kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields")]
+    return list(kinds[0].model_fields) if kinds else []
 
 
 # --- the fields of TrainingArguments ---------------------------------------------------------------

@@ -175,7 +175,9 @@ def newest_model(config: Config) -> Path:
     folders = [run, *sorted((run / "consolidated").glob("*"))]
     folders += [Path(name) for name in (config.consolidate.output_dir, config.merge.output_dir) if name]
     found = [
-        folder for folder in folders if models.has_weights(folder) and (folder / "config.json").is_file()
+        folder
+        for folder in folders
+        if (models.has_weights(folder) or models.is_adapter(folder)) and (folder / "config.json").is_file()
     ]
     if not found:
         saved = layout.checkpoints(run)

@@ -113,6 +113,16 @@ def options_of(preset: str | None, settings: Iterable[str], **given: Any) -> Opt
     return replace(base, **values, settings=base.settings + words)
 
 
+def refuse_with_auto(**given: Any) -> None:
+    """Raise `ConfigError` for options that decide what `--auto` is to find out."""
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"--auto chooses the stage and offload, and --{name} says otherwise",
+                hint=f"leave one of the two out; dstool plan shows what each stage takes (--{name} {value})",
+            )
+
+
 def _setting(word: str) -> tuple[str, Any]:
     path, equals, text = word.partition("=")
     if not equals or not all(path.split(".")):

@@ -73,6 +73,25 @@ def has_bf16() -> bool:
     return all(int(major) >= AMPERE for major in versions)
 
 
+def gpu_memories() -> list[int]:
+    """Bytes of memory of each GPU here. Imports torch where there is a device to ask."""
+    if not has_gpu():
+        return []
+    import torch
+
+    return [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())]
+
+
+def host_memory() -> int:
+    """Bytes of memory that this machine has, or its container may use."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
+    except OSError:
+        return whole
+    return min(whole, int(limit)) if limit.isdigit() else whole
+
+
 def has_compiler() -> bool:
     """Whether the C++ compiler is there that torch builds DeepSpeed's ops with."""
     return shutil.which(os.environ.get("CXX") or "c++") is not None

@@ -99,8 +99,10 @@ def merge(
 
 def _read(input_dir: Path, zero_stage: int | None, dtype: Dtype | None) -> tuple[Path, Weights]:
     """The folder with the config and tokenizer, and the weights of the model in `input_dir`."""
+    models.refuse_adapter(input_dir, "merging")
     if not models.has_weights(input_dir) or (input_dir / layout.LATEST).exists():
         found = _of_stage(layout.find(input_dir), zero_stage)
+        models.refuse_adapter(found.root, "merging")
         return _home(found), reader.of_checkpoint(found)
     if zero_stage is not None:
         _of_stage(layout.find(input_dir), zero_stage)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +22,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from dstool.checkpoint import companions, layout, reader
 from dstool.checkpoint.reader import Entry, Weights
-from dstool.config import ModelSection, Task
-from dstool.errors import CheckpointError, ModelError, NoDevice
+from dstool.config import LoraSection, ModelSection, Task
+from dstool.ds_config.memory import ModelShape
+from dstool.errors import CheckpointError, ConfigError, ModelError, NoDevice
 
 logger = logging.getLogger("dstool.models")
 
@@ -32,6 +35,7 @@ AUTO_CLASSES: Mapping[Task, str] = {
     "causal-lm": "AutoModelForCausalLM",
 }
 UNKNOWN, END, SEPARATOR = "<unk>", "</s>", "<sep>"
+_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 UNREADABLE = (
     OSError,
     ValueError,
@@ -286,6 +290,266 @@ def _mend_generation_config(model: Any) -> None:
         logger.info("generation config: dropped sampling values that do_sample: false leaves unused")
 
 
+# --- LoRA ------------------------------------------------------------------------------------------
+
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_TASK_TYPES: Mapping[Task, str] = {"text-classification": "SEQ_CLS", "causal-lm": "CAUSAL_LM"}
+_SHOWN_MODULES = 12
+
+
+def add_lora(model: Any, lora: LoraSection, section: ModelSection) -> Any:
+    """`model` with its weights frozen and an adapter beside them; the head of a classifier is trained too.
+
+    Raises:
+        ConfigError: a module that the model has not, or whose kind peft has no adapter for.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    for key in ("target_modules", "modules_to_save", "exclude_modules"):
+        _check_modules(model, key, getattr(lora, key))
+    settings = LoraConfig(task_type=_TASK_TYPES[section.task], **lora.arguments())
+    try:
+        # peft would keep the adapter of a 16-bit model in fp32; DeepSpeed has fp32 masters of its own.
+        made = get_peft_model(model, settings, autocast_adapter_dtype=False)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"lora: {' '.join(str(error).split())[:300]}", hint="lora.target_modules=all-linear"
+        ) from error
+    if section.name is not None and Path(section.name).is_dir():
+        made.peft_config["default"].base_model_name_or_path = str(Path(section.name).resolve())
+    return made
+
+
+def _check_modules(model: Any, key: str, names: Sequence[str] | str | None) -> None:
+    """Refuse a name that no module ends in; peft passes over one of several without a word."""
+    if names is None or isinstance(names, str):
+        return
+    here = [name for name, _ in model.named_modules() if name]
+    for name in names:
+        if not any(module == name or module.endswith(f".{name}") for module in here):
+            linear = {
+                n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)
+            }
+            some = ", ".join(sorted(linear)[:_SHOWN_MODULES]) or ", ".join(here[:_SHOWN_MODULES])
+            raise ConfigError(
+                f"lora.{key}: {type(model).__name__} has no module {name!r}; it has {some}",
+                hint="lora.target_modules=all-linear" if key == "target_modules" else f"correct lora.{key}",
+            )
+
+
+def save_base_config(model: Any, folder: Path) -> None:
+    """Write the base model's config beside its adapter: the task and the labels, which peft leaves out."""
+    base = model.get_base_model()
+    base.config.architectures = [type(base).__name__]
+    base.config.save_pretrained(folder)
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether `path` holds a LoRA adapter, whose base model is elsewhere."""
+    return (path / ADAPTER_CONFIG).is_file() and not has_weights(path)
+
+
+def refuse_adapter(path: Path, what: str) -> None:
+    """Raise `ModelError` where `path` holds an adapter, which `what` cannot be done with yet."""
+    if is_adapter(path):
+        raise ModelError(
+            f"{path} holds a LoRA adapter, not a whole model, and {what} one is not supported yet",
+            hint='dstool infer --text "..." runs the final adapter of a run as it is',
+        )
+
+
+def _load_adapter(folder: ModelFolder, dtype: torch.dtype) -> Any:
+    """The base model that the adapter in `folder` names, with the adapter added to its weights."""
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+
+    with _one_line(str(folder.path), "adapter"):
+        base = PeftConfig.from_pretrained(folder.path).base_model_name_or_path
+        held = set(safetensors.torch.load_file(folder.path / ADAPTER))
+    with _one_line(str(base), "base model"):
+        plain = folder.auto_class().from_pretrained(
+            base, config=folder.config, dtype=dtype, ignore_mismatched_sizes=True
+        )
+    with _one_line(str(folder.path), "adapter"):
+        model = PeftModel.from_pretrained(plain, folder.path, autocast_adapter_dtype=False)
+    check_loading(
+        folder.path,
+        {
+            "missing_keys": set(get_peft_model_state_dict(model)) - held,
+            "unexpected_keys": held - set(get_peft_model_state_dict(model)),
+            "mismatched_keys": (),
+        },
+    )
+    return model.merge_and_unload().eval()
+
+
+# --- the shape of a model ----------------------------------------------------------------------------
+
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""Trainer's second group of parameters (trainer.py `get_decay_parameter_names`, 5.24)."""
+_QUANTISED_BITS: Mapping[str, int] = {"fp8": 8, "fbgemm_fp8": 8, "compressed-tensors": 8, "mxfp4": 4}
+
+
+def shape_of(section: ModelSection, lora: LoraSection | None, *, own_optimizer: bool = False) -> ModelShape:
+    """What memory needs to know of the model; none of its weights is loaded.
+
+    Its parameters come from its config on the meta device or, where Transformers has no such architecture,
+    from the headers of its safetensors files.
+
+    Args:
+        own_optimizer: whether Trainer makes the optimizer, with a group for what is not decayed; DeepSpeed's
+            gets all parameters in one (transformers 5.24 integrations/deepspeed.py `deepspeed_optim_sched`).
+
+    Raises:
+        ModelError: there is none under that name, or it is quantised and no adapter is asked for.
+        ConfigError: an adapter for a module that the model has not.
+    """
+    config = _config_of(section)
+    folder = Path(section.name) if section.name is not None else None
+    bits = _quantised_bits(config)
+    if bits and lora is None:
+        raise ModelError(
+            f"{section.name}: its weights are quantised to {bits} bits, and cannot be trained themselves",
+            hint="--lora, or lora: in the run file, trains an adapter beside them",
+        )
+    auto = getattr(transformers, AUTO_CLASSES[section.task])
+    try:
+        with _one_line(str(section.name or config.model_type), "model"), torch.device("meta"):
+            model = auto.from_config(config, trust_remote_code=section.trust_remote_code)
+    except ModelError:
+        if folder is None or not list(folder.glob("*.safetensors")):
+            raise
+        if lora is not None:
+            raise ModelError(
+                f"{folder}: Transformers has no {config.model_type or 'such'} model for the task, so where "
+                "an adapter would go is not known",
+                hint="plan without lora, or name another model",
+            ) from None
+        logger.info("%s: not an architecture for the task, so the sizes are those of its files", folder)
+        sizes = _header_sizes(folder)
+        gated = any("gate_proj" in name for name in sizes)
+        return _shape(section, config, _groups(sizes, own_optimizer), (), gated=gated)
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    if lora is not None:
+        with torch.device("meta"):
+            model = add_lora(model, lora, section)
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    return _shape(
+        section,
+        config,
+        _groups(trained, own_optimizer),
+        tuple(p.numel() for p in model.parameters() if not p.requires_grad),
+        frozen_bytes=_frozen_bytes(model, folder, linear, bits),
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        gated=any("gate_proj" in name or "gate_up_proj" in name for name, _ in model.named_parameters()),
+    )
+
+
+def _groups(sizes: Mapping[str, int], own_optimizer: bool) -> tuple[tuple[int, ...], ...]:
+    """The sizes in the optimizer's groups."""
+    groups: tuple[list[int], list[int]] = ([], [])
+    for name, size in sizes.items():
+        groups[own_optimizer and bool(_NO_DECAY.search(name.lower()))].append(size)
+    return tuple(tuple(group) for group in groups if group)
+
+
+def _shape(
+    section: ModelSection,
+    config: Any,
+    trained: tuple[tuple[int, ...], ...],
+    frozen: tuple[int, ...],
+    **rest: Any,
+) -> ModelShape:
+    text = config.get_text_config()
+
+    def of(*names: str, default: int = 0) -> int:
+        values = (getattr(text, name, None) for name in names)
+        return next((int(value) for value in values if isinstance(value, int) and value), default)
+
+    hidden, heads = of("hidden_size", "d_model"), of("num_attention_heads", default=1)
+    width = of("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "d_ff", default=4 * hidden)
+    return ModelShape(
+        trained,
+        frozen,
+        hidden_size=hidden,
+        layers=of("num_hidden_layers", "num_layers") + of("num_decoder_layers"),
+        heads=heads,
+        key_value_heads=of("num_key_value_heads", default=heads),
+        intermediate_size=width * of("num_experts_per_tok", default=1),
+        unfused_gelu="gelu_new"
+        in (getattr(text, name, None) for name in ("hidden_act", "activation_function")),
+        logits=of("vocab_size") if section.task == "causal-lm" else 0,
+        attention_matrix=getattr(config, "_attn_implementation", None) == "eager",
+        **rest,
+    )
+
+
+def _config_of(section: ModelSection) -> Any:
+    """The model's config; of an architecture that Transformers does not know, what config.json says."""
+    if section.name is None:
+        return _fresh_config(section)
+    try:
+        return _pretrained_config(section)
+    except ModelError:
+        folder = Path(section.name)
+        if not list(folder.glob("*.safetensors")):
+            raise
+        with _one_line(section.name, "model"):
+            return transformers.PretrainedConfig.from_json_file(folder / "config.json")
+
+
+def task_of(section: ModelSection) -> Task:
+    """The task that a model's architecture is for; classification where that does not say."""
+    names = list(_config_of(section).architectures or [])
+    generator = any(name.endswith(_GENERATORS) for name in names)
+    return "causal-lm" if generator else "text-classification"
+
+
+def positions_of(section: ModelSection) -> int | None:
+    """The longest text that the model takes, in tokens, where its config says so."""
+    config = _config_of(section)
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _quantised_bits(config: Any) -> int:
+    """Bits of a weight where the config says that they are quantised, else 0."""
+    found = getattr(config, "quantization_config", None)
+    values = found if isinstance(found, dict) else found.to_dict() if found is not None else {}
+    if not values:
+        return 0
+    if values.get("load_in_4bit") or values.get("_load_in_4bit"):
+        return 4
+    if values.get("load_in_8bit") or values.get("_load_in_8bit"):
+        return 8
+    return int(values.get("bits") or _QUANTISED_BITS.get(str(values.get("quant_method")), 8))
+
+
+def _frozen_bytes(model: Any, folder: Path | None, linear: int, bits: int) -> int | None:
+    """Bytes of the frozen weights of a quantised model: those of its files, or an estimate from the bits.
+
+    Below 8 bits a block of 64 weights comes with an fp32 scale (bitsandbytes).
+    """
+    if not bits:
+        return None
+    if folder is not None and (files := list(folder.glob("*.safetensors"))):
+        return sum(file.stat().st_size for file in files)
+    whole: int = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    return linear * bits // 8 + (linear // 16 if bits < 8 else 0) + 2 * max(0, whole - linear)
+
+
+def _header_sizes(folder: Path) -> dict[str, int]:
+    """Elements of every tensor in the safetensors files of `folder`, from their headers."""
+    sizes: dict[str, int] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safetensors.safe_open(file, framework="pt") as opened:
+                names = list(opened.keys())
+                sizes |= {name: math.prod(opened.get_slice(name).get_shape()) for name in names}
+        except UNREADABLE as error:
+            raise ModelError(f"{file}: cannot be read: {error}", hint="copy the file again") from error
+    return sizes
+
+
 # --- models from a folder --------------------------------------------------------------------------
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.*.json", "tekken.json", "*vocab*", "*.model", "*.tiktoken")
@@ -339,7 +603,7 @@ def open_folder(path: Path) -> ModelFolder:
     names = list(config.architectures or [])
     if any(name.endswith("ForSequenceClassification") for name in names):
         return ModelFolder(path, config, "text-classification")
-    if any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names):
+    if any(name.endswith(_GENERATORS) for name in names):
         return ModelFolder(path, config, "causal-lm")
     raise ModelError(
         f"{path} holds {', '.join(names) or 'an unnamed architecture'}, "
@@ -354,6 +618,8 @@ def load_folder(folder: ModelFolder, dtype: torch.dtype) -> Any:
     Raises:
         ModelError: a weight is missing, left over or of another shape; a file cannot be read.
     """
+    if is_adapter(folder.path):
+        return _load_adapter(folder, dtype)
     with _one_line(str(folder.path), "model"):
         model, info = folder.auto_class().from_pretrained(
             folder.path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
@@ -407,6 +673,8 @@ def weight_files(path: Path) -> list[Path]:
                     f"{path / lost[0]} is missing, and {index.name} names it", hint="copy the folder again"
                 )
             return [path / shard for shard in names]
+    if (path / ADAPTER).is_file():
+        return [path / ADAPTER]
     raise ModelError(f"{path} holds no weights", hint="name a folder with model.safetensors, or a checkpoint")
 
 

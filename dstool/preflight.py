@@ -43,7 +43,8 @@ def check(config: Config, *, may_exist: bool = False) -> read.Reconciled:
     """
     settled = settle(config)
     _check_arguments(settled.train)
-    _check_model(config)
+    check_model(config)
+    _check_lora(config)
     _check_data(config)
     may_exist = may_exist or bool(settled.train.get("resume_from_checkpoint"))
     check_output(Path(config.train.output_dir), may_exist=may_exist)
@@ -86,7 +87,7 @@ def _model_config(config: Config) -> dict[str, Any] | None:
     try:
         found = json.loads(Path(config.model.name, "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return None  # `_check_model` says what is wrong with it
+        return None  # `check_model` says what is wrong with it
     return found if isinstance(found, dict) else None
 
 
@@ -136,7 +137,8 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _check_model(config: Config) -> None:
+def check_model(config: Config) -> None:
+    """Raise `ConfigError` or `ModelError` where no model is named, or not one that can be found."""
     section = config.model
     if (section.name is None) == (section.from_scratch is None):
         problem = "names no model" if section.name is None else "has both model.name and model.from_scratch"
@@ -156,6 +158,22 @@ def _check_model(config: Config) -> None:
         raise ModelError(f"{path}: no such folder", hint="set model.name=FOLDER_OR_HUB_NAME")
     if not path.exists():
         _check_hub(section.name, "model", ModelError)
+
+
+def _check_lora(config: Config) -> None:
+    """Refuse what would leave an adapter that nothing can load, or that `train` cannot write."""
+    if config.lora is None:
+        return
+    if config.model.name is None:
+        raise ConfigError(
+            "lora: saves an adapter alone, and the random weights of model.from_scratch would be lost",
+            hint="set model.name=FOLDER_OR_HUB_NAME, or lora=null to train the whole model",
+        )
+    if config.train.save_fp32:
+        raise ConfigError(
+            "train.save_fp32 with lora: writing an adapter in fp32 is not supported yet",
+            hint="train.save_fp32=false; the adapter itself is in the run's folder",
+        )
 
 
 def _check_data(config: Config) -> None:

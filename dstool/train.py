@@ -34,7 +34,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from dstool import __version__, files, launch, log, models, preflight
 from dstool.checkpoint import layout
-from dstool.config import RECORD, RUN_FILE, Config, Task, dump, resolve, without_secrets
+from dstool.config import RECORD, RUN_FILE, Config, LoraSection, Task, dump, resolve, without_secrets
 from dstool.console import plain
 from dstool.data import batches
 from dstool.ds_config import read
@@ -120,6 +120,8 @@ def train(
                 return _as_it_is(earlier)
             metrics = _evaluate(trainer, config.model.task)
             _save_model(trainer)
+            if config.lora is not None and args.process_index == 0:
+                models.save_base_config(trainer.model, Path(args.output_dir))
             if config.train.save_fp32:
                 _save_fp32(trainer, Path(args.output_dir, "fp32"), stage)
         result = TrainResult(
@@ -236,6 +238,10 @@ def _clear_earlier_run(args: TrainingArguments) -> None:
         (run_dir / RECORD).unlink(missing_ok=True)
         for stale in (*layout.checkpoints(run_dir), run_dir / "consolidated", run_dir / "fp32"):
             shutil.rmtree(stale, ignore_errors=True)
+        # Beside a whole model, an adapter would be loaded on top of it, and the other way round.
+        whole = [each + end for each in layout.WEIGHT_FILES.values() for end in ("", layout.INDEX)]
+        for name in (*whole, layout.ADAPTER_FILE, models.ADAPTER_CONFIG):
+            (run_dir / name).unlink(missing_ok=True)
     torch.distributed.barrier()
 
 
@@ -437,6 +443,9 @@ def _build_trainer(
         parts = _classification(config, args, splits, tokenizer)
     else:
         parts = _language_modelling(config, args, splits, tokenizer)
+    kind = type(parts["model"]).__name__
+    if config.lora is not None:
+        parts["model"] = _with_lora(parts["model"], config.lora, config, args)
     with _refusals_of_trainer():
         trainer = transformers.Trainer(
             args=args, processing_class=tokenizer, callbacks=list(callbacks), **parts
@@ -448,13 +457,27 @@ def _build_trainer(
     held_out = f", {len(parts['eval_dataset'])} held out" if parts["eval_dataset"] is not None else ""
     logger.info(
         "%s with %.1f M parameters, %d examples%s",
-        type(parts["model"]).__name__,
+        kind,
         count / 1e6,
         len(parts["train_dataset"]),
         held_out,
     )
     some = splits.train[:100]
     return trainer, "messages" if any(some["messages"]) else "pairs" if any(some["text_pair"]) else "texts"
+
+
+def _with_lora(model: Any, lora: LoraSection, config: Config, args: TrainingArguments) -> Any:
+    """`model` with an adapter, and a line that says how little of it is trained."""
+    made = models.add_lora(model, lora, config.model)
+    if args.gradient_checkpointing:
+        # Else no gradient gets through the frozen embedding to the layers that are computed anew.
+        made.enable_input_require_grads()
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in made.parameters()]
+    trained, total = sum(size for size, grad in sizes if grad), sum(size for size, _ in sizes)
+    logger.info(
+        "LoRA: %s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total
+    )
+    return made
 
 
 @contextlib.contextmanager

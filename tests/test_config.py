@@ -178,7 +178,7 @@ def test_a_section_whose_lines_are_all_commented_out_is_an_empty_one():
         ("trian: {}\n", "trian: unknown key, did you mean train? (line 1)"),
         ("train:\n  text_column: x\n", "train.text_column: unknown key, it belongs in data: (line 2)"),
         ("max_steps: 3\n", "max_steps: unknown key, it belongs in train: (line 1)"),
-        ("lora: {}\n", "lora: unknown key (line 1)"),
+        ("quantum: {}\n", "quantum: unknown key (line 1)"),
         ("zzz zzz: 1\n", "zzz zzz: unknown key (line 1)"),
         ("data:\n  열: 1\n", "data.열: unknown key (line 2)"),
         ("1: x\n", "1: unknown key (line 1)"),

@@ -53,6 +53,9 @@ def test_every_block_is_run_by_a_test() -> None:
         ("dstool", "bash"),
         ("dstool", "console"),
         ("Your model, your data", "bash"),
+        ("What fits", "bash"),
+        ("An adapter instead of the whole model", "yaml"),
+        ("An adapter instead of the whole model", "bash"),
         ("Starting the ranks", "bash"),
         ("Writing the JSON", "bash"),
         ("Checking the JSON", "bash"),
@@ -105,6 +108,26 @@ def test_your_model_your_data(tmp_path: Path, tiny: Callable[..., Path], command
         shell(line, command, tmp_path)
     assert (tmp_path / "out/model.safetensors").is_file()
     assert (tmp_path / "second-run/model.safetensors").is_file()
+
+
+def test_what_fits(tmp_path: Path, tiny: Callable[..., Path], command: Callable[..., Any]) -> None:
+    shutil.copytree(tiny("llama"), tmp_path / "Qwen/Qwen3-0.6B")
+    command("dstool", "init-config", cwd=tmp_path)
+    *tables, object_ = [shell(line, command, tmp_path).out for line in commands("What fits")]
+    assert all("next: dstool init-config --stage 1" in table for table in tables)
+    assert '"stage": 1' in object_
+
+
+def test_an_adapter(tmp_path: Path, tiny: Callable[..., Path], command: Callable[..., Any]) -> None:
+    heading = "An adapter instead of the whole model"
+    command("dstool", "init-config", "--model", str(tiny("llama")), cwd=tmp_path)
+    with (tmp_path / "dstool.yaml").open("a") as file:
+        file.write("\n".join(commands(heading, "yaml")))
+    first, *others = [shell(line, command, tmp_path).out for line in commands(heading)]
+    assert "parameters are trained" in first
+    assert "parameters are trained" not in others[-1]
+    assert (tmp_path / "out/adapter_model.safetensors").is_file()
+    assert (tmp_path / "whole/model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("line", commands("Starting the ranks"))

@@ -519,7 +519,7 @@ def break_checkpoint(folder: Path, name: str) -> None:
 def test_a_checkpoint_that_trainer_cannot_read_is_passed_over(
     name: str, train_here: Callable[..., Any], here: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from dstool.ds_config.build import Options
+    from dstool.ds_config.options import Options
     from dstool.init_config import init_config
 
     init_config(Options(optimizer="none", scheduler="none"))

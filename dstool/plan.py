@@ -1,0 +1,405 @@
+"""Say before anything is loaded which ZeRO stage and offload fit a machine, and which is the fastest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dstool import machine, models, preflight
+from dstool.config import Config, LoraSection
+from dstool.console import human_bytes
+from dstool.ds_config import memory
+from dstool.ds_config.build import AUTO, OPTIMIZER_PARAMS
+from dstool.ds_config.options import Offload, OptimizerName, Stage
+from dstool.errors import ConfigError
+
+logger = logging.getLogger("dstool.plan")
+
+ASSUMED_GPU = 80_000_000_000
+MAX_LENGTH, BLOCK_SIZE, BATCH = 512, 1024, 8
+GIVEN_BY_TRAINER = {
+    "adafactor": 0,
+    "adamw_bnb_8bit": 2,
+    "adamw_8bit": 2,
+    "paged_adamw_8bit": 2,
+    "sgd": 0,
+    "adagrad": 4,
+    "rmsprop": 4,
+    "lion_32bit": 4,
+}
+"""Bytes of state for a parameter in some optimizers of `train.optim`; the others are taken for Adam's 8."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says; None is for the run file or the machine to say."""
+
+    gpus: int | None = None
+    nodes: int = 1
+    gpu_memory: str | None = None
+    cpu_memory: str | None = None
+    nvme_space: str | None = None
+    micro_batch: int | None = None
+    seq_len: int | None = None
+    precision: memory.Precision | None = None
+    optimizer: OptimizerName | None = None
+    gradient_checkpointing: bool | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One stage and offload: what it needs, and by how much it does not fit."""
+
+    stage: Stage
+    offload: Offload
+    fits: bool
+    gpu: memory.Kinds
+    """Bytes for each GPU."""
+    gpu_bytes: int
+    """Their sum, with what is kept for the CUDA context."""
+    host: memory.Kinds
+    """Bytes for each host."""
+    host_bytes: int
+    """Their sum or what loading takes, with what each rank's Python takes."""
+    nvme_bytes: int
+    """For each host."""
+    lacks: Mapping[str, int]
+    """Bytes by which it does not fit, by place: gpu, host, nvme."""
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """What each stage and offload needs, and the fastest that fits."""
+
+    model: str
+    parameters: int
+    trained: int
+    setup: memory.Setup
+    limits: memory.Limits
+    choices: tuple[Choice, ...]
+    stage: Stage | None
+    """Of the fastest that fits; None where nothing does."""
+    offload: Offload | None
+    later: memory.Later
+    assumed: tuple[str, ...]
+    """What was neither given nor found, and how it was taken."""
+    help: tuple[str, ...]
+    """What would make it fit, where nothing does."""
+
+
+def plan(config: Config, options: Options | None = None) -> PlanResult:
+    """Work out what the model of `config` needs at each stage and offload. No weights are loaded.
+
+    Raises:
+        ConfigError: a size or number that makes no sense, or a DeepSpeed JSON that cannot be used.
+        ModelError: no such model, or one that cannot be trained as asked.
+    """
+    options = options or Options()
+    _check(options)
+    preflight.check_model(config)
+    assumed: list[str] = []
+    setup = _setup(config, options, assumed)
+    limits = _limits(config, options, assumed)
+    ds, _ = _settled(config)
+    own_optimizer = bool(ds) and "optimizer" not in ds
+    shape = models.shape_of(config.model, config.lora, own_optimizer=own_optimizer)
+    choices = tuple(_choice(each, limits, setup) for each in memory.estimates(shape, setup))
+    best = memory.recommend(shape, setup, limits)
+    return PlanResult(
+        model=config.model.name or str((config.model.from_scratch or {}).get("model_type")),
+        parameters=shape.parameters,
+        trained=shape.trained_parameters,
+        setup=setup,
+        limits=limits,
+        choices=choices,
+        stage=best[0] if best else None,
+        offload=best[1] if best else None,
+        later=memory.later(shape, setup),
+        assumed=tuple(assumed),
+        help=() if best else _help(shape, setup, choices, lora=config.lora is not None),
+    )
+
+
+def log_choice(result: PlanResult) -> None:
+    """Say what was chosen, for what, and what was assumed.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    if result.stage is None:
+        raise ConfigError(
+            f"{result.model} fits at no stage", hint="dstool plan shows what it lacks, and what would help"
+        )
+    for words in result.assumed:
+        logger.info("assumed: %s", words)
+    named = _named(result.stage, result.offload or "none")
+    logger.info("%s: %s is the fastest that fits", result.model, named)
+
+
+def _choice(each: memory.Estimate, limits: memory.Limits, setup: memory.Setup) -> Choice:
+    lacks = each.lacks(limits, setup.gpus)
+    host = each.host_bytes(setup.gpus)
+    return Choice(
+        each.stage, each.offload, not lacks, each.gpu, each.gpu_bytes, each.host, host, each.nvme.total, lacks
+    )
+
+
+# --- what is given, found or assumed -----------------------------------------------------------------
+
+
+def with_model(config: Config, name: str, *, task_given: bool) -> Config:
+    """`config` for another model; its task is that of its architecture, where `config` does not say."""
+    section = config.model.model_copy(update={"name": name, "from_scratch": None, "revision": None})
+    changed = config.model_copy(update={"model": section})
+    if not task_given:
+        preflight.check_model(changed)
+        changed = changed.model_copy(
+            update={"model": section.model_copy(update={"task": models.task_of(section)})}
+        )
+    return changed
+
+
+def with_lora(config: Config) -> Config:
+    """`config` with an adapter on every linear layer, where it has no `lora:` section."""
+    return config.model_copy(update={"lora": config.lora or LoraSection(target_modules="all-linear")})
+
+
+def _check(options: Options) -> None:
+    for name in ("gpus", "nodes", "micro_batch", "seq_len"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} {value}: must be 1 or more", hint=f"{flag} 1")
+
+
+def _setup(config: Config, options: Options, assumed: list[str]) -> memory.Setup:
+    ds, train = _settled(config)
+    zero = ds.get("zero_optimization") or {}
+    precision = options.precision or _precision(ds, train, assumed)
+    batch = _number(ds.get("train_micro_batch_size_per_gpu"), train.get("per_device_train_batch_size"))
+    steps = _number(ds.get("gradient_accumulation_steps"), train.get("gradient_accumulation_steps"))
+    checkpointing = options.gradient_checkpointing
+    if checkpointing is None:
+        names = ("gradient_checkpointing", "activation_checkpointing")
+        checkpointing = any(train.get(name) for name in names)
+    return memory.Setup(
+        gpus=options.gpus or _gpus(assumed),
+        nodes=options.nodes,
+        precision=precision,
+        state_bytes=_state_bytes(options.optimizer, ds, train),
+        fp32_accumulation=(ds.get("data_types") or {}).get("grad_accum_dtype") == "fp32",
+        accumulates=bool(steps and steps > 1),
+        micro_batch=options.micro_batch or batch or BATCH,
+        seq_len=options.seq_len or _seq_len(config),
+        checkpointing=checkpointing,
+        **_zero_settings(zero),
+    )
+
+
+def _settled(config: Config) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The run file's DeepSpeed JSON, or none, and its `train:` section."""
+    if config.deepspeed is None:
+        return {}, config.train.arguments()
+    settled = preflight.settle(config)
+    return settled.ds, settled.train
+
+
+def _number(*values: Any) -> int | None:
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def _zero_settings(zero: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the JSON that cost memory; without a JSON, those that `init-config` writes."""
+    optimizer, parameters = (zero.get(f"offload_{name}") or {} for name in ("optimizer", "param"))
+    keys = {
+        "reduce_bucket_size": zero.get("reduce_bucket_size", 500_000_000 if zero else AUTO),
+        "overlap_comm": zero.get("overlap_comm", True),
+        "persistence_threshold": zero.get("stage3_param_persistence_threshold"),
+        "max_live_parameters": zero.get("stage3_max_live_parameters"),
+        "sub_group_size": zero.get("sub_group_size"),
+        "nvme_optimizer_buffers": optimizer.get("buffer_count"),
+        "nvme_param_buffers": parameters.get("buffer_count"),
+        "nvme_param_buffer_size": parameters.get("buffer_size"),
+        "max_in_cpu": parameters.get("max_in_cpu"),
+    }
+    return {key: int(value) for key, value in keys.items() if isinstance(value, int | float)}
+
+
+def _precision(ds: Mapping[str, Any], train: Mapping[str, Any], assumed: list[str]) -> memory.Precision:
+    names: tuple[memory.Precision, memory.Precision] = ("bf16", "fp16")
+    for name in names:
+        if (ds.get(name) or {}).get("enabled") is True or train.get(name):
+            return name
+    if ds and not any((ds.get(name) or {}).get("enabled") == AUTO for name in names):
+        return "fp32"
+    if any(train.get(name) is False for name in names):
+        return "fp32"
+    assumed.append("precision bf16 (--precision names another)")
+    return "bf16"
+
+
+def _state_bytes(given: OptimizerName | None, ds: Mapping[str, Any], train: Mapping[str, Any]) -> int:
+    name = given if given not in (None, "none") else (ds.get("optimizer") or {}).get("type")
+    if name is None:
+        return GIVEN_BY_TRAINER.get(str(train.get("optim")), 8)
+    if str(name).lower() == "sgd":
+        written = OPTIMIZER_PARAMS["SGD"] if given else ds["optimizer"].get("params") or {}
+        return 4 if written.get("momentum") else 0
+    return memory.OPTIMIZER_STATES.get(str(name).lower(), 8)
+
+
+def _seq_len(config: Config) -> int:
+    language = config.model.task == "causal-lm"
+    wanted = (config.data.block_size or BLOCK_SIZE) if language else (config.data.max_length or MAX_LENGTH)
+    limit = models.positions_of(config.model)
+    return min(wanted, limit) if limit else wanted
+
+
+def _gpus(assumed: list[str]) -> int:
+    found = machine.gpu_memories()
+    if not found:
+        assumed.append("1 GPU, as none was found (--gpus)")
+    return len(found) or 1
+
+
+def _limits(config: Config, options: Options, assumed: list[str]) -> memory.Limits:
+    found = machine.gpu_memories() if options.gpu_memory is None else []
+    if options.gpu_memory is not None:
+        gpu = memory.parse_size(options.gpu_memory, "--gpu-memory")
+    elif found:
+        gpu = min(found)
+    else:
+        gpu = ASSUMED_GPU
+        assumed.append(f"{human_bytes(gpu)} on each GPU, as none was found (--gpu-memory)")
+    if options.cpu_memory is not None:
+        host = memory.parse_size(options.cpu_memory, "--cpu-memory")
+    else:
+        host = machine.host_memory()
+        assumed.append(f"{human_bytes(host)} of memory on each host, as this machine has (--cpu-memory)")
+    nvme = memory.parse_size(options.nvme_space, "--nvme-space") if options.nvme_space is not None else None
+    return memory.Limits(gpu, host, nvme)
+
+
+# --- where nothing fits --------------------------------------------------------------------------------
+
+
+def _help(
+    shape: memory.ModelShape, setup: memory.Setup, choices: tuple[Choice, ...], *, lora: bool
+) -> tuple[str, ...]:
+    """What to change, by what takes most in the choice that lacks least."""
+    nearest = nearest_of(choices)
+    words = []
+    if "gpu" in nearest.lacks:
+        if nearest.gpu.activations > nearest.lacks["gpu"] // 2 and not setup.checkpointing:
+            words.append("--gradient-checkpointing (train.gradient_checkpointing=true)")
+        if setup.micro_batch > 1:
+            words.append(f"--micro-batch {setup.micro_batch // 2}")
+        if setup.precision == "fp32":
+            words.append("--precision bf16")
+    if not lora:
+        words.append("--lora")
+    if "host" in nearest.lacks:
+        words.append(f"--cpu-memory {human_bytes(nearest.host_bytes).replace(' ', '')} on each host")
+    words.append(f"more GPUs: --gpus {2 * setup.gpus}, or --nodes {2 * setup.nodes}")
+    return tuple(words)
+
+
+def nearest_of(choices: tuple[Choice, ...]) -> Choice:
+    """The choice that lacks fewest bytes, of those that are recommended at all."""
+    ranked = [each for each in choices if (each.stage, each.offload) in memory.BY_SPEED]
+    return min(ranked, key=lambda each: sum(each.lacks.values()))
+
+
+# --- what is shown -------------------------------------------------------------------------------------
+
+_PLACES = {"gpu": "GPU", "host": "host", "nvme": "NVMe"}
+_HEAD = (
+    "stage",
+    "offload",
+    "weights",
+    "gradients",
+    "optimizer",
+    "buffers",
+    "activations",
+    "GPU",
+    "host",
+    "NVMe",
+)
+
+
+def show(result: PlanResult) -> str:
+    """The plan as a table with what it means."""
+    return "\n".join([*_heading(result), "", *_table(result), "", *_conclusion(result)])
+
+
+def _heading(result: PlanResult) -> list[str]:
+    setup, limits = result.setup, result.limits
+    part = "" if result.trained == result.parameters else f", {result.trained:,} of them trained"
+    host = f", {human_bytes(limits.host)} of memory on each host" if limits.host else ""
+    nodes = f"{setup.nodes} nodes of " if setup.nodes > 1 else ""
+    checkpointing = ", gradient checkpointing" if setup.checkpointing else ""
+    lines = [
+        f"{result.model}: {result.parameters:,} parameters{part}",
+        f"{nodes}{setup.gpus} GPU{'s' if setup.gpus > 1 else ''} of {human_bytes(limits.gpu)}{host}",
+        f"{setup.precision}, micro batch {setup.micro_batch} of {setup.seq_len} tokens{checkpointing}",
+    ]
+    return lines + [f"assumed: {words}" for words in result.assumed]
+
+
+def _table(result: PlanResult) -> list[str]:
+    rows = [_row(each, result) for each in result.choices]
+    widths = [max(len(row[column]) for row in [_HEAD, *rows]) for column in range(len(_HEAD))]
+    lines = []
+    for row in [(*_HEAD, ""), *rows]:
+        cells = [
+            f"{cell:<{width}}" if column < 2 else f"{cell:>{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
+        ]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    return lines
+
+
+def _row(each: Choice, result: PlanResult) -> tuple[str, ...]:
+    kinds = (each.gpu.weights, each.gpu.gradients, each.gpu.optimizer, each.gpu.buffers, each.gpu.activations)
+    best = (each.stage, each.offload) == (result.stage, result.offload)
+    lacking = ", ".join(
+        f"{human_bytes(count)} short on the {_PLACES[place]}" for place, count in each.lacks.items()
+    )
+    return (
+        str(each.stage),
+        each.offload,
+        *map(human_bytes, (*kinds, each.gpu_bytes, each.host_bytes)),
+        human_bytes(each.nvme_bytes) if each.nvme_bytes else "-",
+        lacking or ("fits, the fastest" if best else "fits"),
+    )
+
+
+def _conclusion(result: PlanResult) -> list[str]:
+    kept = human_bytes(memory.RESERVE)
+    lines = [
+        f"GPU: each, with {kept} kept for the CUDA context; host, NVMe: each machine; 1 GB is 1000^3 bytes",
+        f"a checkpoint takes {human_bytes(result.later.checkpoint_disk)} of disk",
+        f"consolidate needs {human_bytes(result.later.consolidate_disk)} of disk and "
+        f"{human_bytes(result.later.consolidate_memory)} of memory, merge "
+        f"{human_bytes(result.later.merge_disk)} and {human_bytes(result.later.merge_memory)}",
+    ]
+    if result.stage is None:
+        nearest = nearest_of(result.choices)
+        short = ", ".join(
+            f"{human_bytes(count)} on the {_PLACES[place]}" for place, count in nearest.lacks.items()
+        )
+        named = _named(nearest.stage, nearest.offload)
+        return [
+            *lines,
+            f"nothing fits; {named} comes nearest and lacks {short}",
+            f"try: {'; '.join(result.help)}",
+        ]
+    offload = "" if result.offload == "none" else f" --offload {result.offload}"
+    lines.append(f"recommended: {_named(result.stage, result.offload or 'none')}")
+    return [*lines, f"next: dstool init-config --stage {result.stage}{offload}"]
+
+
+def _named(stage: Stage, offload: Offload) -> str:
+    return f"stage {stage}" + ("" if offload == "none" else f" with offload to {offload}")

@@ -1,0 +1,180 @@
+"""The `lora:` section: an adapter trained at each stage, put to work, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import AutoPeftModelForSequenceClassification
+from safetensors.torch import load_file
+
+from dstool.config import load
+from dstool.consolidate import consolidate
+from dstool.errors import ConfigError, ModelError
+from dstool.infer import infer
+from dstool.merge import merge
+
+pytestmark = pytest.mark.distributed
+
+LABELS = {0: "bad", 1: "fair", 2: "good"}
+TEXTS = ("splendid, warm", "it leaks and it broke", "no reply, no refund")
+STEPS = ("train.max_steps=4", "train.learning_rate=1e-2", "train.warmup_steps=0")
+
+
+@pytest.fixture
+def words(tiny: Callable[..., Path], write: Callable[..., Path]) -> tuple[str, ...]:
+    """What trains an adapter of a tiny encoder on a few rows of three classes."""
+    names = list(LABELS.values())
+    write(
+        "reviews.csv", "text,label", *(f"{name} thing number {n},{name}" for n in range(8) for name in names)
+    )
+    model = ("model.from_scratch=null", f"model.name={tiny('bert')}")
+    return (*model, "data.train=reviews.csv", "lora.r=4", *STEPS)
+
+
+@pytest.fixture
+def adapter(words: tuple[str, ...], train_here: Callable[..., Any]) -> Path:
+    """The folder of such a run, with a checkpoint."""
+    return Path(train_here(*words).output_dir)
+
+
+def refused(kind: type[Exception], train_here: Callable[..., Any], *words: str) -> Any:
+    with pytest.raises(kind) as caught:
+        train_here(*words)
+    return caught.value
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_adapter_is_trained_at_every_stage_and_infer_runs_it(
+    stage: int, bf16: bool, words: tuple[str, ...], train_here: Callable[..., Any], caplog: Any
+) -> None:
+    caplog.set_level(logging.INFO, "dstool")
+    targets = ("lora.target_modules=all-linear", "train.gradient_checkpointing=true", f"train.bf16={bf16}")
+    folder = train_here(*words, *targets, stage=stage).output_dir
+    state = load_file(folder / "adapter_model.safetensors")
+    down = [value for name, value in state.items() if "lora_A" in name]
+    up = [value for name, value in state.items() if "lora_B" in name]
+    assert len(down) == len(up) == 2 * 6 + 1  # six linear layers in each block, and the pooler
+    assert all(value.shape[0] == 4 and value.numel() for value in down)
+    assert all(value.any() for value in up), "a part of the adapter learned nothing"
+    trained = sum(value.numel() for value in state.values())
+    assert f"LoRA: {trained:,} of " in caplog.text
+    loaded = AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=3).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    result = infer(TEXTS, load(words=["infer.dtype=fp32"]).config, model=folder)
+    for each in result.predictions:
+        with torch.no_grad():
+            logits = loaded.float()(**tokenizer(each.text, return_tensors="pt")).logits[0]
+        best = logits.softmax(-1).max(-1)
+        assert (each.label, each.probability) == (
+            LABELS[int(best.indices)],
+            pytest.approx(float(best.values)),
+        )
+
+
+def test_a_language_model_gets_an_adapter_and_infer_finds_it(
+    tiny: Callable[..., Path], language_words: tuple[str, ...], train_here: Callable[..., Any]
+) -> None:
+    words = (
+        *language_words,
+        f"model.name={tiny('llama')}",
+        "lora.target_modules=[q_proj, down_proj]",
+        *STEPS,
+    )
+    folder = train_here(*words).output_dir
+    assert json.loads((folder / "adapter_config.json").read_text())["task_type"] == "CAUSAL_LM"
+    found = infer(["line 3"], load(words=["infer.max_new_tokens=2"]).config)
+    assert found.model == folder
+    assert found.predictions[0].generated is not None
+
+
+def test_a_run_with_an_adapter_goes_on_from_its_checkpoint(
+    words: tuple[str, ...], train_here: Callable[..., Any], adapter: Path
+) -> None:
+    assert train_here(*words, "train.max_steps=6", resume=True).steps == 6
+
+
+def test_an_adapter_and_a_whole_model_do_not_lie_in_one_folder(
+    words: tuple[str, ...], train_here: Callable[..., Any], adapter: Path
+) -> None:
+    train_here(*words, "lora=null", force=True)
+    assert (adapter / "model.safetensors").is_file()
+    assert not list(adapter.glob("adapter*"))
+    train_here(*words, force=True)
+    assert (adapter / "adapter_config.json").is_file()
+    assert not list(adapter.glob("model*"))
+
+
+def test_what_cannot_be_done_with_an_adapter_yet_is_said_in_one_line(adapter: Path, here: Path) -> None:
+    for source in (adapter, adapter / "checkpoint-1"):
+        with pytest.raises(ModelError, match=r"holds a LoRA adapter, .* merging one is not supported yet"):
+            merge(source, here / "merged")
+    with pytest.raises(ModelError, match=r"holds a LoRA adapter, .* consolidating one is not supported yet"):
+        consolidate(adapter)
+    assert not (here / "merged").exists()
+
+
+def test_an_adapter_without_its_base_model_is_refused(
+    words: tuple[str, ...], train_here: Callable[..., Any], adapter: Path, here: Path
+) -> None:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "./gone"}))
+    with pytest.raises(ModelError, match=r"\./gone"):
+        infer(TEXTS, load().config, model=adapter)
+
+
+@pytest.mark.parametrize("key", ["target_modules", "modules_to_save", "exclude_modules"])
+def test_a_module_that_the_model_has_not_is_refused_with_some_that_it_has(
+    key: str, words: tuple[str, ...], train_here: Callable[..., Any], here: Path
+) -> None:
+    found = refused(ConfigError, train_here, *words, f"lora.{key}=[query, q_proj]")
+    assert f"lora.{key}: BertForSequenceClassification has no module 'q_proj'" in found.message
+    assert "query" in found.message
+    assert not (here / "out").exists()
+
+
+def test_a_module_of_a_kind_without_adapters_is_refused(
+    words: tuple[str, ...], train_here: Callable[..., Any]
+) -> None:
+    found = refused(ConfigError, train_here, *words, "lora.target_modules=[LayerNorm]")
+    assert "not supported" in found.message
+    assert "\n" not in found.message
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("lora.r=0", "lora.r: should be greater than 0, not 0"),
+        ("lora.r=-4", "lora.r: should be greater than 0, not -4"),
+        ("lora.lora_dropout=1", "lora.lora_dropout: should be less than 1, not 1"),
+        ("lora.rank=4", "lora.rank: unknown key"),
+        ("lora.lora_alfa=4", "did you mean lora_alpha?"),
+        ("lora_alpha=4", "it belongs in lora:"),
+        ("lora.target_modules=query", "lora.target_modules: should be"),
+    ],
+)
+def test_a_key_that_cannot_be_used(word: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(words=[word], required=False)
+    assert said in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("model.name=null", "model.from_scratch={model_type: bert}"), "model.from_scratch would be lost"),
+        (("train.save_fp32=true",), "train.save_fp32 with lora"),
+    ],
+)
+def test_what_would_leave_no_usable_adapter_is_refused(
+    more: tuple[str, ...], said: str, words: tuple[str, ...], train_here: Callable[..., Any], here: Path
+) -> None:
+    assert said in refused(ConfigError, train_here, *words, *more).message
+    assert not (here / "out").exists()
