@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ import pytest
 import torch
 from altered import JOBS, edit, hand_made
 
-from dstool.checkpoint.assemble import fp32_state_dict
-from dstool.checkpoint.layout import find
+from dstool.checkpoint import assemble
+from dstool.checkpoint.layout import ZeroCheckpoint, find
+from dstool.checkpoint.reader import load_into, of_checkpoint, open_checkpoint
 from dstool.errors import CheckpointError
 
 ALL = [*((job, 2) for job in JOBS if job != "z2_adapter"), ("z2_bf16", 4), ("z3_bf16", 4)]
@@ -22,6 +25,12 @@ TIED = {"Llama": ("model.embed_tokens.weight", "lm_head.weight"), "Odd": ("embed
 
 def live(made: Path, job: str, step: int = 2) -> dict[str, torch.Tensor]:
     return torch.load(made / job / f"live-{step}.pt")
+
+
+def gathered(checkpoint: ZeroCheckpoint) -> dict[str, torch.Tensor]:
+    """Every tensor by name, floating ones in fp32, as the ranks gathered them."""
+    weights = of_checkpoint(checkpoint)
+    return {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -35,10 +44,59 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 @pytest.mark.distributed
 @pytest.mark.parametrize(("job", "step"), ALL)
 def test_equals_the_live_masters(made: Path, job: str, step: int) -> None:
-    found = fp32_state_dict(find(made / job / f"checkpoint-{step}"))
-    assert_same(found, live(made, job, step))
-    first, second = TIED["Llama" if "lm_head.weight" in found else "Odd"]
-    assert found[first] is found[second]
+    checkpoint = find(made / job / f"checkpoint-{step}")
+    assert_same(gathered(checkpoint), live(made, job, step))
+    weights = of_checkpoint(checkpoint)
+    first, second = TIED["Llama" if "lm_head.weight" in weights else "Odd"]
+    assert weights.tied == {second: first}
+    assert second not in weights.entries
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("job", JOBS)
+def test_deepspeeds_own_functions_make_the_same(made: Path, job: str) -> None:
+    checkpoint = find(made / job / "checkpoint-2")
+    assert_same(assemble.fp32_state_dict(checkpoint), gathered(checkpoint))
+
+
+def test_neither_torch_nor_deepspeed_is_needed_to_consolidate() -> None:
+    code = (
+        "import sys, dstool.consolidate, dstool.checkpoint.verify; "
+        "print(*{'torch', 'deepspeed', 'transformers', 'datasets'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("job", ["z2_bf16", "z3_groups"])
+def test_nothing_is_read_before_it_is_asked_for(made: Path, job: str) -> None:
+    weights = open_checkpoint(made / job / "checkpoint-2")
+    for name, entry in weights.entries.items():
+        assert sum(piece.length for piece in entry.pieces) == entry.nbytes
+        assert weights[name].shape == entry.shape
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("job", ["z2_bf16", "z3_bf16", "z3_groups"])
+def test_rows_are_those_of_the_whole(made: Path, job: str) -> None:
+    weights = open_checkpoint(made / job / "checkpoint-2")
+    for name in weights:
+        if weights.entry(name).shape:
+            assert torch.equal(weights.rows(name, 1, 4), weights[name][1:4])
+            assert torch.equal(weights.rows(name, -2, 10**9), weights[name][-2:])
+            assert weights.rows(name, 3, 3).shape == weights[name][3:3].shape
+
+
+@pytest.mark.distributed
+def test_a_model_takes_the_weights(made: Path) -> None:
+    from make_checkpoint import Llama
+
+    model = Llama()
+    load_into(model, made / "z3_bf16" / "checkpoint-2")
+    assert_same(dict(model.state_dict()), live(made, "z3_bf16"))
+    with pytest.raises(CheckpointError, match="does not fit the model"):
+        load_into(torch.nn.Linear(2, 2), made / "z3_bf16" / "checkpoint-2")
 
 
 @pytest.mark.distributed
@@ -50,13 +108,13 @@ def test_k16_equals_what_zero_to_fp32_makes(made: Path, job: str) -> None:
 
     script = get_fp32_state_dict_from_zero_checkpoint(str(made / job / "checkpoint-2"))
     floats = {name: value.float() if value.is_floating_point() else value for name, value in script.items()}
-    assert_same(fp32_state_dict(find(made / job / "checkpoint-2")), floats)
+    assert_same(gathered(find(made / job / "checkpoint-2")), floats)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("job", ["z1_bf16_frozen", "z2_bf16_frozen", "z3_bf16_frozen"])
 def test_k13_frozen_weights_are_there_and_fp32(made: Path, job: str) -> None:
-    found = fp32_state_dict(find(made / job / "checkpoint-2"))
+    found = gathered(find(made / job / "checkpoint-2"))
     assert found["frozen.weight"].dtype == torch.float32
     assert torch.equal(found["frozen.weight"], found["frozen.weight"].bfloat16().float())
     assert not torch.equal(found["up.weight"], found["up.weight"].bfloat16().float())
@@ -64,7 +122,7 @@ def test_k13_frozen_weights_are_there_and_fp32(made: Path, job: str) -> None:
 
 @pytest.mark.distributed
 def test_k14_a_save_without_frozen_weights_is_complete_without_them(made: Path) -> None:
-    found = fp32_state_dict(find(made / "z2_adapter" / "checkpoint-2"))
+    found = gathered(find(made / "z2_adapter" / "checkpoint-2"))
     expected = {k: v for k, v in live(made, "z2_adapter").items() if not k.startswith("frozen.")}
     assert_same(found, expected)
 
@@ -72,7 +130,7 @@ def test_k14_a_save_without_frozen_weights_is_complete_without_them(made: Path) 
 @pytest.mark.distributed
 @pytest.mark.parametrize("job", ["z1_bf16_optimizer", "z3_fp32", "z0_fp32"])
 def test_buffers_keep_their_exact_values(made: Path, job: str) -> None:
-    found = fp32_state_dict(find(made / job / "checkpoint-2"))
+    found = gathered(find(made / job / "checkpoint-2"))
     assert found["offsets"].tolist() == [2**40 + 1, -3]
     assert found["mask"].tolist() == [True, False, True]
     assert found["running"].any()
@@ -83,13 +141,13 @@ def test_buffers_keep_their_exact_values(made: Path, job: str) -> None:
 def test_k05_stage_0_in_16_bits_says_that_there_are_no_masters(
     made: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fp32_state_dict(find(made / "z0_bf16" / "checkpoint-2"))
+    gathered(find(made / "z0_bf16" / "checkpoint-2"))
     assert "16-bit weights" in caplog.text
 
 
 def test_k04_partitions_are_taken_in_the_order_of_ranks(tmp_path: Path) -> None:
     weight = torch.randn(11, 3)
-    found = fp32_state_dict(find(hand_made(tmp_path / "checkpoint-7", weight, ranks=11, prefix="bf16_")))
+    found = gathered(find(hand_made(tmp_path / "checkpoint-7", weight, ranks=11, prefix="bf16_")))
     assert torch.equal(found["w"], weight)
 
 
@@ -102,7 +160,7 @@ def test_files_of_another_model_do_not_fit(copy_of: Callable[[str], Path]) -> No
     for file in (groups / "checkpoint-2" / "global_step2").glob("*_optim_states.pt"):
         shutil.copy(file, frozen / "checkpoint-2" / "global_step2")
     with pytest.raises(CheckpointError, match=r"rank_0.*4 parameter groups, the model file 2"):
-        fp32_state_dict(find(frozen))
+        gathered(find(frozen))
 
 
 @pytest.mark.distributed
@@ -125,7 +183,7 @@ def test_k16_a_partition_that_is_too_short(
 
     edit(file, shorten)
     with pytest.raises(CheckpointError, match=message):
-        fp32_state_dict(find(run))
+        gathered(find(run))
 
 
 @pytest.mark.distributed
@@ -136,8 +194,8 @@ def test_no_tensor_goes_missing_silently(copy_of: Callable[[str], Path]) -> None
         edit(file, lambda content: content["param_shapes"].pop(2))
     for file in folder.glob("*_optim_states.pt"):
         edit(file, lambda content: content["optimizer_state_dict"]["fp32_flat_groups"].pop(2))
-    with pytest.raises(CheckpointError, match=r"no data for 1 of 14 tensors: down\.weight"):
-        fp32_state_dict(find(run))
+    with pytest.raises(CheckpointError, match=r"no data for 1 of 13 tensors: down\.weight"):
+        gathered(find(run))
 
 
 @pytest.mark.distributed
@@ -146,7 +204,7 @@ def test_frozen_weights_that_stayed_on_nvme(copy_of: Callable[[str], Path]) -> N
     file = run / "checkpoint-2" / "global_step2" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
     edit(file, lambda content: content["frozen_param_fragments"].update({"frozen.weight": torch.empty(0)}))
     with pytest.raises(CheckpointError, match=r"rank_1.*frozen frozen\.weight has 0 elements"):
-        fp32_state_dict(find(run))
+        gathered(find(run))
 
 
 # --- partitions on NVMe ----------------------------------------------------------------------------------
@@ -180,7 +238,7 @@ def swapped(copy_of: Callable[[str], Path]) -> Path:
 def test_k22_masters_in_swap_files(made: Path, swapped: Path) -> None:
     checkpoint = find(swapped)
     assert checkpoint.nvme
-    assert_same(fp32_state_dict(checkpoint), live(made, "z3_groups"))
+    assert_same(gathered(checkpoint), live(made, "z3_groups"))
 
 
 @pytest.mark.distributed
@@ -188,7 +246,7 @@ def test_k22_a_swap_file_that_is_missing(swapped: Path) -> None:
     lost = swapped / "offloaded_tensors" / "rank01" / "2_4.tensor.swp"
     lost.unlink()
     with pytest.raises(CheckpointError, match=rf"{lost} is missing"):
-        fp32_state_dict(find(swapped))
+        gathered(find(swapped))
 
 
 @pytest.mark.distributed
@@ -196,7 +254,7 @@ def test_k22_a_swap_file_that_is_short(swapped: Path) -> None:
     short = swapped / "offloaded_tensors" / "rank01" / "1_1.tensor.swp"
     short.write_bytes(short.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match=rf"{short} has 1000 bytes; .* need 1360"):
-        fp32_state_dict(find(swapped))
+        gathered(find(swapped))
 
 
 @pytest.mark.distributed
@@ -211,7 +269,7 @@ def test_k22_swap_files_whose_order_tells_nothing(swapped: Path) -> None:
     for file in swapped.glob("offloaded_tensors/*/*1_1.tensor.swp"):
         file.rename(file.with_name(file.name.replace("1_1", "1_12")))
     with pytest.raises(CheckpointError, match="no telling which swap file"):
-        fp32_state_dict(find(swapped))
+        gathered(find(swapped))
 
 
 @pytest.mark.distributed
@@ -222,4 +280,4 @@ def test_k22_a_real_run_on_nvme(made_on_nvme: Path) -> None:
     assert checkpoint.nvme
     names = {file.name for file in checkpoint.swap_folder(1).glob("[0-9]*.swp")}
     assert len(names) == 3, "three groups of one parameter each, two of them of one size"
-    assert_same(fp32_state_dict(checkpoint), live(made_on_nvme, "z3_nvme"))
+    assert_same(gathered(checkpoint), live(made_on_nvme, "z3_nvme"))
