@@ -349,15 +349,6 @@ def is_adapter(path: Path) -> bool:
     return (path / ADAPTER_CONFIG).is_file() and not has_weights(path)
 
 
-def refuse_adapter(path: Path, what: str) -> None:
-    """Raise `ModelError` where `path` holds an adapter, which `what` cannot be done with yet."""
-    if is_adapter(path):
-        raise ModelError(
-            f"{path} holds a LoRA adapter, not a whole model, and {what} one is not supported yet",
-            hint='dstool infer --text "..." runs the final adapter of a run as it is',
-        )
-
-
 def _load_adapter(folder: ModelFolder, dtype: torch.dtype) -> Any:
     """The base model that the adapter in `folder` names, with the adapter added to its weights."""
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
@@ -685,15 +676,21 @@ def _shards(index: Path) -> list[str]:
         raise ModelError(f"{index} is no index of weight files", hint="copy the folder again") from error
 
 
+def meta_model(folder: ModelFolder) -> Any:
+    """The model that the config in `folder` describes, on the meta device: names and shapes, no values."""
+    with _one_line(str(folder.path), "model"), torch.device("meta"):
+        model = folder.auto_class().from_config(folder.config)
+        model.tie_weights()
+    return model
+
+
 def fit(weights: Weights, folder: ModelFolder) -> Weights:
     """`weights` as `save_pretrained` would store them for the config in `folder`: of tied ones, one alone.
 
     Raises:
         ModelError: a weight is of another shape than the config says, or the tokenizer has more tokens.
     """
-    with _one_line(str(folder.path), "model"), torch.device("meta"):
-        model = folder.auto_class().from_config(folder.config)
-        model.tie_weights()
+    model = meta_model(folder)
     expected = model.state_dict()
     for name in weights:
         shape = weights.entry(name).shape

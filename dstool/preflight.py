@@ -157,7 +157,7 @@ def check_model(config: Config) -> None:
     ):
         raise ModelError(f"{path}: no such folder", hint="set model.name=FOLDER_OR_HUB_NAME")
     if not path.exists():
-        _check_hub(section.name, "model", ModelError)
+        check_hub(section.name, "model", ModelError)
 
 
 def _check_lora(config: Config) -> None:
@@ -185,12 +185,12 @@ def _check_data(config: Config) -> None:
     for spec in (section.train, section.eval):
         files_here = local_files(spec)
         if spec and not files_here:
-            _check_hub(str(spec), "dataset", DataError)
+            check_hub(str(spec), "dataset", DataError)
         for file in files_here:
             next(read_rows([file], columns, **options), None)
 
 
-def _check_hub(name: str, kind: str, error: type[DstoolError]) -> None:
+def check_hub(name: str, kind: str, error: type[DstoolError]) -> None:
     """Raise `error` where `name` has to come from the Hugging Face hub, and that cannot be reached.
 
     Transformers and datasets would try for half a minute each, in every rank.
@@ -203,7 +203,7 @@ def _check_hub(name: str, kind: str, error: type[DstoolError]) -> None:
     )
     if log.rank() or any(copy.is_dir() for copy in copies):
         return
-    reason = _silent_hub()
+    reason = silent_hub()
     if reason:
         raise error(
             f"{name} is not on this machine, and the Hugging Face hub cannot be reached ({reason})",
@@ -212,14 +212,14 @@ def _check_hub(name: str, kind: str, error: type[DstoolError]) -> None:
 
 
 def _check_hub_answers(key: str) -> None:
-    if reason := _silent_hub():
+    if reason := silent_hub():
         raise EnvironmentUnfit(
             f"{key}: the Hugging Face hub cannot be reached ({reason})",
             hint=f"{key}=false, or mend the network",
         )
 
 
-def _silent_hub() -> str:
+def silent_hub() -> str:
     """Why the hub does not answer; empty when it does."""
     from huggingface_hub import constants
 

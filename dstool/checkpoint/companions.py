@@ -4,35 +4,71 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from dstool.checkpoint import layout
 from dstool.checkpoint.pickles import TORCH_NAMES
 from dstool.errors import ModelError
 
 TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model")
+NOTE = "dstool.json"
+"""What a merged folder says of the run that its weights are from, for `infer`."""
 COMPANIONS = (
     "config.json",
     "generation_config.json",
     "chat_template.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
+    "*processor_config.json",
     *TOKENIZER_FILES,
     "*.py",
+    "README.md",
+    NOTE,
 )
+_GROUPS = (
+    ("config.json", "*.py"),
+    ("chat_template.jinja", *TOKENIZER_FILES),
+    ("generation_config.json",),
+    ("*processor_config.json",),
+)
+"""What belongs together: taken from another folder as a whole, or not at all."""
 NO_COMPANIONS = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
 def copy(source: Path, target: Path) -> None:
     """Copy what lies beside a model's weights: config, tokenizer, chat template, generation config."""
-    for pattern in COMPANIONS:
-        for file in source.glob(pattern):
-            if file.is_file() and file.name not in NO_COMPANIONS and not file.name.endswith(layout.INDEX):
+    for file in _matches(source, COMPANIONS):
+        shutil.copyfile(file, target / file.name)
+
+
+def fill(source: Path, target: Path) -> None:
+    """Copy from `source` what `target` has nothing of: the config, the tokenizer, the generation config."""
+    for patterns in _GROUPS:
+        if not _matches(target, patterns):
+            for file in _matches(source, patterns):
                 shutil.copyfile(file, target / file.name)
+
+
+def _matches(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return [
+        file
+        for pattern in patterns
+        for file in folder.glob(pattern)
+        if file.is_file() and file.name not in NO_COMPANIONS and not file.name.endswith(layout.INDEX)
+    ]
 
 
 def set_dtype(folder: Path, dtype: str) -> None:
     """Write into `folder`'s config.json the type of the weights beside it, as safetensors names it.
+
+    Raises:
+        ModelError: it is no JSON object.
+    """
+    set_values(folder, {"torch_dtype": None, "dtype": TORCH_NAMES[dtype]})
+
+
+def set_values(folder: Path, changes: Mapping[str, Any]) -> None:
+    """Change values in `folder`'s config.json; None takes one out.
 
     Raises:
         ModelError: it is no JSON object.
@@ -44,6 +80,6 @@ def set_dtype(folder: Path, dtype: str) -> None:
         raise ModelError(
             "the config.json beside the weights is no JSON object", hint="copy it from the model's folder"
         ) from error
-    values.pop("torch_dtype", None)
-    values["dtype"] = TORCH_NAMES[dtype]
+    values |= changes
+    values = {name: value for name, value in values.items() if value is not None or name not in changes}
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

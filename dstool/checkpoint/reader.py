@@ -48,10 +48,21 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class LowRank:
+    """A product that is added to a weight: `scaling` times `up` [m, r] @ `down` [r, n], or its transpose."""
+
+    up: Entry
+    down: Entry
+    scaling: float
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
 class Entry:
     """A tensor as it lies on disk: the bytes of `pieces`, one after the other, are its elements in order.
 
     `stride`, in elements, is there for the rare tensor whose elements lie in another order in its one piece.
+    `added` makes it a sum, which is computed in fp32 as it is read, and rounded once.
     """
 
     name: str
@@ -60,6 +71,7 @@ class Entry:
     pieces: tuple[Piece, ...]
     kind: Kind = "trained"
     stride: tuple[int, ...] | None = None
+    added: LowRank | None = None
 
     @property
     def numel(self) -> int:
@@ -94,9 +106,16 @@ class Weights(Mapping[str, "torch.Tensor"]):
         self.checkpoint = checkpoint
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The tensor, read now. In the type that it is stored in."""
+        """The tensor, read now. In the type that it is stored in; a sum in fp32."""
         entry = self.entry(name)
-        return self._read(entry, entry.shape, entry.pieces)
+        value = self._read(entry, entry.shape, entry.pieces)
+        if entry.added is None:
+            return value
+        up, down = (
+            self._read(part, part.shape, part.pieces).float() for part in (entry.added.up, entry.added.down)
+        )
+        product = (up @ down) * entry.added.scaling
+        return value.float() + (product.T if entry.added.transposed else product)
 
     def __iter__(self) -> Iterator[str]:
         """Every name, those of tied tensors at the end."""
@@ -118,7 +137,7 @@ class Weights(Mapping[str, "torch.Tensor"]):
             raise IndexError(f"{name} has no rows")
         start, stop, _ = slice(start, stop).indices(entry.shape[0])
         shape = (max(0, stop - start), *entry.shape[1:])
-        if entry.stride is not None:
+        if entry.stride is not None or entry.added is not None:
             return self[name][start:stop]
         row = prod(entry.shape[1:]) * ITEM_SIZES[entry.dtype]
         return self._read(entry, shape, tuple(cut(entry.pieces, start * row, shape[0] * row)))
@@ -416,7 +435,7 @@ def _tied(entries: dict[str, Entry], shared: Mapping[str, str], checkpoint: Zero
         if name in tied:
             del entries[name]
             continue
-        key = (entry.pieces, entry.dtype, entry.shape, entry.stride)
+        key = (entry.pieces, entry.dtype, entry.shape, entry.stride, entry.added)
         if entry.pieces and key in first:
             tied[name] = first[key]
             del entries[name]
@@ -521,6 +540,8 @@ def same(weights: Weights, name: str, other: str) -> bool:
     if other not in weights:
         return False
     one, two = weights.entry(name), weights.entry(other)
+    if one.added != two.added:
+        return False
     if one == two or (one.pieces, one.dtype, one.shape) == (two.pieces, two.dtype, two.shape):
         return True
     if (one.dtype, one.shape, one.stride) != (two.dtype, two.shape, two.stride):

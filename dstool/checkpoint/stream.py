@@ -58,8 +58,10 @@ class _Task:
     file: Path
     offset: int
     target: Target | None
-    """Where the type changes: the tensor."""
+    """Where the type changes, or something is added: the tensor."""
     nbytes: int
+    rows: tuple[int, int] | None = None
+    """Those of the tensor, where something is added to them."""
 
 
 def copy(targets: Sequence[Target], progress: Progress | None = None) -> None:
@@ -144,7 +146,9 @@ def _tasks(targets: Sequence[Target]) -> Iterator[_Task]:
     """What there is to do, in the order of the sources' bytes as far as the targets follow it."""
     for target in targets:
         entry = target.entry
-        if target.dtype == entry.dtype and entry.stride is None:
+        if entry.added is not None:
+            yield from _sums(target)
+        elif target.dtype == entry.dtype and entry.stride is None:
             for start in range(0, entry.nbytes, SEGMENT):
                 size = min(SEGMENT, entry.nbytes - start)
                 pieces = tuple(cut(entry.pieces, start, size))
@@ -164,9 +168,22 @@ def _casts(target: Target) -> Iterator[_Task]:
         yield _Task(pieces, target.file, target.offset + start * wide, target, count * wide)
 
 
+def _sums(target: Target) -> Iterator[_Task]:
+    rows, columns = target.entry.shape
+    item, wide = ITEM_SIZES[target.entry.dtype] * columns, ITEM_SIZES[target.dtype] * columns
+    step = max(1, SEGMENT // (4 * columns))
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        pieces = tuple(cut(target.entry.pieces, start * item, (stop - start) * item))
+        at, size = target.offset + start * wide, (stop - start) * wide
+        yield _Task(pieces, target.file, at, target, size, (start, stop))
+
+
 def _run(task: _Task, files: _Files) -> None:
     descriptor = files.target(task.file)
-    if task.target is None:
+    if task.rows is not None:
+        _add_rows(task, files, descriptor)
+    elif task.target is None:
         at = task.offset
         for piece in task.pieces:
             _copy_range(files.source(piece.file), descriptor, piece, at)
@@ -205,6 +222,42 @@ def _cast_range(task: _Task, files: _Files, descriptor: int) -> None:
         if infinite and infinite > not_finite(chunk, source):
             raise _too_large(target, chunk, source)
         at += _write(descriptor, made.view(np.uint8).data, at)
+
+
+def _add_rows(task: _Task, files: _Files, descriptor: int) -> None:
+    """Some rows of a weight with a product of low rank added: all in fp32, and rounded once."""
+    target = task.target
+    assert target is not None  # noqa: S101 - only such tasks come here
+    assert task.rows is not None  # noqa: S101
+    assert target.entry.added is not None  # noqa: S101
+    (first, last), entry, added, at = task.rows, target.entry, target.entry.added, task.offset
+    left, right = _matrix(added.up, files), _matrix(added.down, files)
+    if added.transposed:
+        left, right = right.T, left.T
+    row = ITEM_SIZES[entry.dtype] * entry.shape[1]
+    step = max(1, CHUNK // entry.shape[1])
+    for start in range(first, last, step):
+        stop = min(start + step, last)
+        pieces = cut(task.pieces, (start - first) * row, (stop - start) * row)
+        base = cast(_joined(pieces, files), entry.dtype, "F32").view(NUMPY_TYPES["F32"])
+        product = left[start:stop] @ right
+        product *= np.float32(added.scaling)
+        product += base.reshape(product.shape)
+        made = cast(product.reshape(-1), "F32", target.dtype)
+        if not_finite(made, target.dtype) > not_finite(product.reshape(-1), "F32"):
+            raise _too_large(target, product.reshape(-1), "F32")
+        at += _write(descriptor, made.view(np.uint8).data, at)
+
+
+def _matrix(entry: Entry, files: _Files) -> Any:
+    """A small tensor, whole, in fp32. Shape as it has."""
+    values = cast(_joined(entry.pieces, files), entry.dtype, "F32").view(NUMPY_TYPES["F32"])
+    return values.reshape(entry.shape)
+
+
+def _joined(pieces: Iterable[Piece], files: _Files) -> Any:
+    parts = [_read(files.source(piece.file), piece.offset, piece.length, piece.file) for piece in pieces]
+    return np.concatenate([np.frombuffer(part, np.uint8) for part in parts])
 
 
 def _chunks(pieces: Iterable[Piece], files: _Files) -> Iterator[Any]:

@@ -28,6 +28,8 @@ WEIGHT_PATTERNS = (
     "pytorch_model.bin",
     "pytorch_model-*-of-*.bin",
     "pytorch_model.bin.index.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
 )
 """Every name that `write_weights` gives to a file."""
 
@@ -57,12 +59,14 @@ def write_weights(
     dtype: DType | None,
     max_shard_size: str = "5GB",
     file_format: Format = "safetensors",
+    adapter: bool = False,
     progress: Progress | None = None,
 ) -> Written:
     """Write the entries of `weights` into `folder`, which exists and should be a temporary one.
 
     Floating tensors are cast to `dtype`, or kept with None. A tensor above `max_shard_size` (such as "5GB",
-    powers of 1000) gets a file of its own. No tensor is ever in memory whole.
+    powers of 1000) gets a file of its own. An adapter is one file, whatever its size: peft reads no shards. No
+    tensor is ever in memory whole.
 
     Raises:
         ConfigError: `max_shard_size` is no size.
@@ -72,7 +76,7 @@ def write_weights(
     limit = parse_size(max_shard_size)
     entries = list(weights.entries.values())
     _refuse_empty(entries)
-    shards = split(entries, dtype, limit, file_format)
+    shards = split(entries, dtype, limit, file_format, adapter=adapter)
     check_room(folder, sum(_size(entry, dtype) for entry in entries))
     try:
         make = _safetensors if file_format == "safetensors" else _torch_file
@@ -112,9 +116,16 @@ def stored_dtype(entry: Entry, dtype: DType | None) -> DType:
 
 
 def split(
-    entries: Sequence[Entry], dtype: DType | None, limit: int, file_format: Format
+    entries: Sequence[Entry],
+    dtype: DType | None,
+    limit: int,
+    file_format: Format,
+    *,
+    adapter: bool = False,
 ) -> dict[str, list[Entry]]:
     """The entries by the name of the file that each goes into, in order, none above `limit` bytes."""
+    if adapter:
+        return {f"adapter_model.{file_format}": list(entries)}
     shards: list[list[Entry]] = [[]]
     room = limit
     for entry in entries:
