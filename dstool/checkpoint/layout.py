@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import re
+import struct
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ _RUN_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
 _MODEL_OF_RANK = re.compile(r"zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:\w+?_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+MALFORMED = (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, RecursionError, struct.error)
+"""What reading a content raises that is not of the form that DeepSpeed gives it."""
 _MODEL_KEYS = ("module", "param_shapes", "buffer_names", "shared_params")
 _FOREIGN = {
     "mixture-of-experts": re.compile(r"expp_rank_\d+_.*|(?:layer_\d+_)?expert_\d+_.*"),
@@ -101,6 +104,15 @@ def find(path: Path, *, tag: str | None = None, trust: bool = False) -> ZeroChec
         CheckpointError: nothing there, a file missing or damaged, files of two steps or of a kind that
             cannot be read. The message names the file or folder.
     """
+    try:
+        return _find(path, tag, trust=trust)
+    except PermissionError as error:
+        raise CheckpointError(
+            f"{error.filename} cannot be read: {error.strerror}", hint=f"ls -ld {typed(error.filename)}"
+        ) from error
+
+
+def _find(path: Path, tag: str | None, *, trust: bool) -> ZeroCheckpoint:
     if not path.is_dir():
         raise _not_a_folder(path)
     if tag is not None:
@@ -458,14 +470,19 @@ def read(file: Path, *, trust: bool = False) -> dict[str, Any]:
         content = pickles.read(file, trust=trust)
     except CheckpointError:
         raise
-    except MemoryError:
-        raise
+    except MemoryError as error:
+        raise _damaged(file, "cannot be read: it asks for more memory than there is") from error
     except Exception as error:  # whatever a broken pickle makes the unpickler do
         words = str(error).splitlines() or [type(error).__name__]
         raise _damaged(file, f"cannot be read: {words[0]}") from error
     if not isinstance(content, dict):
         raise _damaged(file, f"holds a {type(content).__name__}, not a checkpoint")
     return content
+
+
+def _said(error: Exception) -> str:
+    """The type and the first words of an error, in one line."""
+    return " ".join(repr(error).split())[:200]
 
 
 def _damaged(file: Path, what: str) -> CheckpointError:
@@ -488,11 +505,13 @@ def _model_head(file: Path, root: Path, *, trust: bool) -> _ModelHead:
             shapes is not None,
             any(getattr(value, "dtype", None) == "BF16" for value in module.values()),
         )
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise _damaged(file, f"is no model-state file of DeepSpeed's ({error!r})") from error
+    except MALFORMED as error:
+        raise _damaged(file, f"is no model-state file of DeepSpeed's ({_said(error)})") from error
+    if head.world_size < 1:
+        raise _damaged(file, f"is of a run of {head.world_size} ranks")
     if content.get("ds_autoep_layers") or content.get("autoep_layers"):
         raise _refuse_foreign(root, file.parent, "mixture-of-experts", file.name)
-    if int(content.get("mp_world_size") or 1) > 1:
+    if content.get("mp_world_size") not in (None, 0, 1):
         raise _refuse_foreign(root, file.parent, "tensor-parallel", file.name)
     return head
 
@@ -508,8 +527,8 @@ def _optim_head(file: Path, *, trust: bool) -> _OptimHead:
         swapped = stage == 3 and any(group.numel() == 0 for group in groups)
         world_size = max(count) if isinstance(count, list) else int(count)
         return _OptimHead(file, stage, world_size, _optimizer_step(state), swapped)
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise _damaged(file, f"is no ZeRO optimizer file ({error!r})") from error
+    except MALFORMED as error:
+        raise _damaged(file, f"is no ZeRO optimizer file ({_said(error)})") from error
 
 
 def partition_numel(shapes: Mapping[str, Any], world_size: int) -> int:

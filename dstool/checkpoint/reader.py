@@ -205,6 +205,17 @@ def of_checkpoint(checkpoint: ZeroCheckpoint) -> Weights:
     Raises:
         CheckpointError: a partition is missing or of the wrong size, or a tensor would be left out.
     """
+    try:
+        return _of_checkpoint(checkpoint)
+    except layout.MALFORMED as error:
+        raise CheckpointError(
+            f"the files in {checkpoint.folder} are not of the form that DeepSpeed gives them: "
+            f"{' '.join(repr(error).split())[:200]}",
+            hint=MIXED_HINT,
+        ) from error
+
+
+def _of_checkpoint(checkpoint: ZeroCheckpoint) -> Weights:
     where = (checkpoint.folder, checkpoint.stage, layout.ranks(checkpoint.world_size), checkpoint.step)
     logger.info("gathering %s: ZeRO stage %d, %s, step %d", *where)
     models = [layout.read(file, trust=checkpoint.trust) for file in checkpoint.model_files]
@@ -279,7 +290,21 @@ def _groups(checkpoint: ZeroCheckpoint) -> tuple[list[list[TensorRef]], Any]:
         layout.read(file, trust=checkpoint.trust)["optimizer_state_dict"] for file in checkpoint.optim_files
     ]
     key = fp32_groups_key(checkpoint.stage)
-    return [list(state[key]) for state in states], states[0].get("param_alignment_paddings")
+    groups: list[list[TensorRef]] = [list(state[key]) for state in states]
+    _check_flat(checkpoint, groups)
+    return groups, states[0].get("param_alignment_paddings")
+
+
+def _check_flat(checkpoint: ZeroCheckpoint, groups: Sequence[Sequence[TensorRef]]) -> None:
+    """Every partition is one run of numbers, and all are of one type: `_Flat` reads them as such."""
+    parts = [(file, part) for file, each in zip(checkpoint.optim_files, groups, strict=True) for part in each]
+    for file, part in parts:
+        if not part.is_contiguous or part.dtype not in FLOATING or part.dtype != parts[0][1].dtype:
+            raise CheckpointError(
+                f"{file} holds a partition of type {part.dtype} and stride {list(part.stride)}, where flat "
+                f"numbers of {parts[0][1].dtype} belong",
+                hint=MIXED_HINT,
+            )
 
 
 def _check_group_count(
@@ -330,7 +355,7 @@ def _paddings(checkpoint: ZeroCheckpoint, paddings: Any, group: int, count: int)
     if paddings is None:
         return [0] * count
     between: Sequence[int] = paddings[group] if group < len(paddings) else ()
-    if len(between) != count:
+    if len(between) != count or min(map(int, between), default=0) < 0:
         raise CheckpointError(
             f"{checkpoint.optim_files[0]} has {len(between)} paddings for the {count} parameters of "
             f"group {group}",
@@ -390,9 +415,19 @@ def _frozen(checkpoint: ZeroCheckpoint, models: Sequence[Mapping[str, Any]]) -> 
                     f"{list(shape)} has {part}",
                     hint="with parameters on NVMe, take the frozen weights from the base model",
                 )
+            if ranks == 1 and not fragment.is_contiguous:
+                found[name] = entry_of(name, fragment, "frozen")
+                break
+            if not fragment.is_contiguous or (rank and fragment.dtype != dtype):
+                raise CheckpointError(
+                    f"{checkpoint.model_files[rank]}: the part of frozen {name} is of type {fragment.dtype} "
+                    f"and stride {list(fragment.stride)}",
+                    hint=MIXED_HINT,
+                )
             dtype = fragment.dtype
             pieces += _Flat([fragment]).span(0, min(part, shape.numel() - rank * part))
-        found[name] = Entry(name, tuple(shape), dtype, joined(pieces), "frozen")
+        else:
+            found[name] = Entry(name, tuple(shape), dtype, joined(pieces), "frozen")
     return found
 
 
@@ -422,7 +457,8 @@ def _tied(entries: dict[str, Entry], shared: Mapping[str, str], checkpoint: Zero
             del entries[name]
         else:
             first[key] = name
-    return Weights(entries, tied, checkpoint)
+    # a name may be tied to one that is itself tied
+    return Weights(entries, {alias: tied.get(name, name) for alias, name in tied.items()}, checkpoint)
 
 
 def _check_complete(
