@@ -151,6 +151,27 @@ def newest_complete(
     raise problems[0] if problems else _nothing_in(run_dir)
 
 
+def root_of(path: Path) -> Path | None:
+    """The checkpoint's folder, whatever is wrong with what is in it; None where there is nothing of one."""
+    if not path.is_dir():
+        return None
+    if _is_root(path):
+        return path
+    if _is_tag_folder(path):
+        return path.resolve().parent
+    return next(iter(_run_checkpoints(path)), None)
+
+
+def tags(root: Path) -> tuple[tuple[str, ...], str | None]:
+    """The folders of a checkpoint in their order, and the one that `latest` names, there or not."""
+    names = tuple(tag.name for tag in _tag_folders(root))
+    try:
+        latest = (root / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return names, None
+    return names, latest if latest and len(latest) < 256 and latest.isprintable() else None
+
+
 def is_zero(path: Path) -> bool:
     """Whether `path` looks like something that `find` takes. Reads names only."""
     if not path.is_dir():

@@ -205,8 +205,6 @@ def of_checkpoint(checkpoint: ZeroCheckpoint) -> Weights:
     Raises:
         CheckpointError: a partition is missing or of the wrong size, or a tensor would be left out.
     """
-    where = (checkpoint.folder, checkpoint.stage, layout.ranks(checkpoint.world_size), checkpoint.step)
-    logger.info("gathering %s: ZeRO stage %d, %s, step %d", *where)
     models = [layout.read(file, trust=checkpoint.trust) for file in checkpoint.model_files]
     module = {name: value for name, value in models[0]["module"].items() if isinstance(value, TensorRef)}
     if checkpoint.stage == 0:
