@@ -212,7 +212,7 @@ def of_checkpoint(checkpoint: ZeroCheckpoint) -> Weights:
         if any(entry.dtype in ("BF16", "F16") for entry in entries.values()):
             logger.warning("%s: stage 0 in 16 bits, so these are the 16-bit weights", checkpoint.folder)
     else:
-        found = _trained_3(checkpoint, models) if checkpoint.stage == 3 else _trained_2(checkpoint, models[0])
+        found = _trained(checkpoint, models)
         found |= _frozen(checkpoint, models)
         rest = {
             name: value
@@ -248,6 +248,27 @@ def entry_of(name: str, ref: TensorRef, kind: Kind = "trained") -> Entry:
     last = sum((size - 1) * step for size, step in zip(ref.shape, ref.stride, strict=True))
     piece = Piece(ref.file, ref.offset, (last + 1) * ITEM_SIZES[ref.dtype])
     return Entry(name, tuple(ref.shape), ref.dtype, (piece,), kind, ref.stride)
+
+
+def _trained(checkpoint: ZeroCheckpoint, models: Sequence[Mapping[str, Any]]) -> dict[str, Entry]:
+    """The masters of the parameters that the optimizer owned."""
+    if checkpoint.universal:
+        return _trained_universal(checkpoint, models[0])
+    return _trained_3(checkpoint, models) if checkpoint.stage == 3 else _trained_2(checkpoint, models[0])
+
+
+def _trained_universal(checkpoint: ZeroCheckpoint, model: Mapping[str, Any]) -> dict[str, Entry]:
+    """A universal checkpoint: each master whole in a file of its own, perhaps with padding at its end."""
+    found = {}
+    for name, shape in _shapes(model).items():
+        file = checkpoint.folder / layout.UNIVERSAL / name / "fp32.pt"
+        content = layout.read_any(file, trust=checkpoint.trust)
+        master = content.get("param") if isinstance(content, dict) else content  # of stages 1, 2 and of 3
+        if not isinstance(master, TensorRef) or not master.is_contiguous or master.numel() < shape.numel():
+            raise CheckpointError(f"{file} does not hold {name}, {list(shape)}", hint=MIXED_HINT)
+        pieces = joined(_Flat([master]).span(0, shape.numel()))
+        found[name] = Entry(name, tuple(shape), master.dtype, pieces)
+    return found
 
 
 class _Flat:
