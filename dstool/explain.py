@@ -122,8 +122,8 @@ def find(name: str) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        # Those with words of their own are the likelier ones.
-        found.sort(key=lambda item: item in known and item not in glossary.entries("en"))
+        # Those that an option or the run file sets are the likelier ones.
+        found.sort(key=lambda item: item in known and not glossary.set_by(item))
         shown = ", ".join(found[:MOST_CANDIDATES])
         more = f" and {len(found) - MOST_CANDIDATES} more" if len(found) > MOST_CANDIDATES else ""
         raise ConfigError(f"{name} fits several keys: {shown}{more}", hint=f"dstool explain {found[0]}")
