@@ -54,6 +54,16 @@ def test_equals_the_live_masters(made: Path, job: str, step: int) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["z1_bf16_frozen", "z2_fp32", "z3_groups", "z3_bf16_frozen"])
+def test_three_ranks(made_by_three: Path, job: str) -> None:
+    checkpoint = find(made_by_three / job)
+    assert checkpoint.world_size == 3
+    assert_same(gathered(checkpoint), live(made_by_three, job))
+    assert_same(assemble.fp32_state_dict(checkpoint), gathered(checkpoint))
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("job", JOBS)
 def test_deepspeeds_own_functions_make_the_same(made: Path, job: str) -> None:
     checkpoint = find(made / job / "checkpoint-2")
