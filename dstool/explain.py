@@ -214,7 +214,7 @@ def _rows(text: KeyText, labels: Mapping[str, str]) -> Iterator[tuple[str, str]]
     )
     if text.stages is not None:
         yield "stages", ", ".join(map(str, text.stages)) or labels["no_stage"]
-    yield "deprecated", text.deprecated or ""
+    yield "deprecated", (text.deprecated or "").removeprefix("use ").replace(" or ", labels["or"])
     yield "inside", ", ".join(text.inside)
     yield "cost", text.cost
     yield "set_by", ", ".join(map(_place, text.set_by)) or labels["file"]
