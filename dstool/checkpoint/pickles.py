@@ -314,7 +314,7 @@ def _refuse_bombs(program: bytes) -> None:
     The unpickler makes room for what is asked for before it looks whether it is there.
     """
     for opcode, argument, _ in pickletools.genops(program):
-        if opcode.name in _MEMO and argument > len(program):
+        if opcode.name in _MEMO and isinstance(argument, int) and argument > len(program):
             raise ValueError("its pickle asks for a memo that is larger than itself")
 
 

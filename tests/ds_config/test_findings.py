@@ -478,6 +478,34 @@ VALUES = [
         "wrong-value",
         "checkpoint.tag_validation",
     ),
+    top_case("log_level loud", "log_level", "loud", "wrong-value", "not one of debug, info"),
+    zero_case(
+        "zenflow never updates",
+        {"zenflow": {"update_interval": 0}},
+        "wrong-value",
+        "zenflow.update_interval",
+        "at least 1",
+    ),
+    case(
+        "steps of 0 in the range test",
+        text_of(scheduler={"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}),
+        "wrong-value",
+        "scheduler.params.lr_range_test_step_size",
+        "at least 1",
+    ),
+    case(
+        "a type that JSON cannot write",
+        text_of(tensor_parallel={"dtype": "bf16"}),
+        "wrong-type",
+        "tensor_parallel.dtype",
+    ),
+    case(
+        "experts in no group",
+        text_of(expert_parallel={"enabled": True, "num_limited_groups": 0}),
+        "wrong-value",
+        "expert_parallel.num_limited_groups",
+        "at least 1",
+    ),
     case(
         "lr as text",
         text_of(optimizer=adam(lr="5e-5")),
@@ -1186,6 +1214,21 @@ def test_known_names_and_comments_are_fine():
     assert found(text_of(zero={"allgather_bucket_size": 5e8, "allgather_partitions": True})) == ()
     assert found(text_of(3, {"offload_param": {"device": "none"}})) == ()
     assert found(text_of(optimizer={"type": "adamw", "params": {"lr": AUTO}})) == ()
+
+
+@pytest.mark.parametrize(
+    "key", [key for key in keys.keys().values() if key.any_case], ids=lambda key: key.path
+)
+def test_a_value_that_is_read_in_any_case_is_fine_in_any(key):
+    for said in (str.lower, str.upper, str.capitalize):
+        block = said(str(key.choices[0]))
+        for name in reversed(key.path.split(".")):
+            block = {name: block}
+        assert not found(text_of(**block))
+
+
+def test_a_text_where_a_limited_number_may_stand_is_no_traceback():
+    assert not found(text_of(zero={"zenflow": {"update_interval": "often"}}))
 
 
 def test_a_batch_that_fits_is_fine():
