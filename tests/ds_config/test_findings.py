@@ -1083,6 +1083,14 @@ AROUND = [
         around=Circumstances(train={"lr_scheduler_type": "cosine"}),
     ),
     case(
+        "Trainer's SGD, offloaded",
+        text_of(2, {"offload_optimizer": CPU}),
+        "contradiction",
+        f"{ZERO}.offload_optimizer.device",
+        "Adam silently takes the place of train.optim sgd",
+        around=Circumstances(train={"optim": "sgd"}),
+    ),
+    case(
         "Lamb off the GPU",
         text_of(
             2,
@@ -1457,3 +1465,18 @@ def test_a_deepspeed_that_still_has_one_bit_adam_may_run_it(version):
 def test_a_pinned_batch_that_any_ranks_may_share_is_no_finding(part):
     assert found(text_of(train_batch_size=16, **part)) == ()
     assert found(text_of(train_batch_size=16, **part), Circumstances(world_size=2)) == ()
+
+
+@pytest.mark.parametrize(
+    ("optim", "more"),
+    [
+        ("adamw_torch_fused", {}),
+        ("adagrad", {}),
+        ("sgd", {"zero_force_ds_cpu_optimizer": False}),
+        ("sgd", {"optimizer": {"type": "AdamW", "params": {"lr": AUTO}}}),
+    ],
+)
+def test_an_offloaded_optimizer_that_stays_what_it_is_is_no_contradiction(optim, more):
+    text = text_of(2, {"offload_optimizer": CPU}, **more)
+    findings = found(text, Circumstances(train={"optim": optim}))
+    assert [each for each in findings if each.rule == "contradiction"] == []
