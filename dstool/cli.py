@@ -22,6 +22,7 @@ from dstool import __version__, launch, log
 from dstool.console import BytesProgress, Console, StepProgress
 from dstool.ds_config.options import OptimizerName, SchedulerName
 from dstool.errors import (
+    CheckpointError,
     ConfigError,
     DstoolError,
     EnvironmentUnfit,
@@ -482,6 +483,32 @@ def _show_trained(result: dict[str, Any], config: Path | None, *, adapter: bool 
     last = result["best"] or next(reversed(result["checkpoints"]), None)
     following = f"dstool consolidate {_typed(folder / last)}" if last and not adapter else _infer(folder)
     out.result("Trained", result, next_command=following + _with(config))
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[
+        Path | None,
+        typer.Argument(help="A checkpoint-N or global_stepN folder, or a run's folder. Default: the run's."),
+    ] = None,
+    tag: Annotated[str | None, typer.Option(help="The folder inside, in place of that in `latest`.")] = None,
+    config: ConfigOpt = None,
+    as_json: JsonOpt = False,
+) -> None:
+    """Say what a ZeRO checkpoint holds, what it lacks, and what can be made of it."""
+    from dstool import inspection
+    from dstool.config import load
+
+    out.as_json = as_json
+    run_dir = Path(load(config, required=False).config.train.output_dir)
+    path = in_run(checkpoint, run_dir) if checkpoint else run_dir
+    result = inspection.inspect(path, tag=tag)
+    if as_json:
+        out.result("", result)
+    else:
+        out.text("\n".join(inspection.show(result, _near(result.checkpoint))))
+    if result.problem:
+        raise typer.Exit(CheckpointError.exit_code)
 
 
 @app.command()

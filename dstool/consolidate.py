@@ -86,6 +86,8 @@ def consolidate(
     files.refuse_replacing(
         target, (*companions.COMPANIONS, *writer.WEIGHT_PATTERNS, "manifest.json"), force=force
     )
+    where = (found.folder, found.stage, layout.ranks(found.world_size), found.step)
+    logger.info("gathering %s: ZeRO stage %d, %s, step %d", *where)
     weights = _without_frozen(reader.of_checkpoint(found)) if exclude_frozen else reader.of_checkpoint(found)
     stored = writer.DTYPES.get(dtype)
     if dry_run:

@@ -122,8 +122,8 @@ def find(name: str) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        # Those with words of their own are the likelier ones.
-        found.sort(key=lambda item: item in known and item not in glossary.entries("en"))
+        # Those that an option or the run file sets are the likelier ones.
+        found.sort(key=lambda item: item in known and not glossary.set_by(item))
         shown = ", ".join(found[:MOST_CANDIDATES])
         more = f" and {len(found) - MOST_CANDIDATES} more" if len(found) > MOST_CANDIDATES else ""
         raise ConfigError(f"{name} fits several keys: {shown}{more}", hint=f"dstool explain {found[0]}")
@@ -214,7 +214,7 @@ def _rows(text: KeyText, labels: Mapping[str, str]) -> Iterator[tuple[str, str]]
     )
     if text.stages is not None:
         yield "stages", ", ".join(map(str, text.stages)) or labels["no_stage"]
-    yield "deprecated", text.deprecated or ""
+    yield "deprecated", (text.deprecated or "").removeprefix("use ").replace(" or ", labels["or"])
     yield "inside", ", ".join(text.inside)
     yield "cost", text.cost
     yield "set_by", ", ".join(map(_place, text.set_by)) or labels["file"]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import re
 import shlex
 import shutil
+import socket
 import tempfile
 from collections.abc import Collection, Iterator
 from fnmatch import fnmatch
@@ -129,8 +131,10 @@ def new_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
     if target.is_dir():
         target = target.resolve()  # what a link points at is filled or replaced, not the link
     with _parents_of(target):
+        _remove_orphans(target)
         with _refusals_named(target):
-            temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{target.name}-", dir=target.parent))
+            prefix = f".tmp-{target.name}-{socket.gethostname()}-{os.getpid()}-"
+            temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
         try:
             yield temporary
             _settle(temporary)
@@ -138,6 +142,25 @@ def new_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+
+
+def _remove_orphans(target: Path) -> None:
+    """Take away what killed processes of this machine left of `target`, which may be gigabytes."""
+    prefix = f".tmp-{target.name}-{socket.gethostname()}-"
+    for path in target.parent.glob(f"{glob.escape(prefix)}*"):
+        number = path.name.removeprefix(prefix).partition("-")[0]
+        if number.isdecimal() and not _is_alive(int(number)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
 
 
 @contextlib.contextmanager

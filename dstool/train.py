@@ -33,7 +33,7 @@ from safetensors import SafetensorError
 from transformers import TrainerCallback, TrainingArguments
 
 from dstool import __version__, files, launch, log, models, preflight
-from dstool.checkpoint import layout
+from dstool.checkpoint import layout, reader, writer
 from dstool.config import RECORD, RUN_FILE, Config, LoraSection, Task, dump, resolve, without_secrets
 from dstool.console import plain
 from dstool.data import batches
@@ -738,14 +738,14 @@ def _save_fp32(trainer: Any, target: Path, stage: int) -> None:
     """
     with _checkpoint_of_now(trainer) as folder:
         if trainer.args.process_index == 0:
-            model = _plain_copy(trainer)
-            if stage:
-                _load_zero_checkpoint(model, folder)
-            else:
-                model.load_state_dict(trainer.model.state_dict())
             with files.new_folder(target, force=True) as temporary:
-                model.save_pretrained(temporary)
-                trainer.processing_class.save_pretrained(temporary)
+                _save_companions(trainer, temporary)
+                if stage:
+                    _forget_zero3()  # the model that `fit` compares with is outside of ZeRO
+                    weights = models.fit(reader.open_checkpoint(folder), models.open_folder(temporary))
+                    writer.write_weights(weights, temporary, dtype="F32")
+                else:
+                    trainer.accelerator.unwrap_model(trainer.model).save_pretrained(temporary)
         torch.distributed.barrier()
 
 
@@ -762,21 +762,15 @@ def _checkpoint_of_now(trainer: Any) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _plain_copy(trainer: Any) -> Any:
-    """A model of the same architecture in fp32, outside of ZeRO."""
-    _forget_zero3()
+def _save_companions(trainer: Any, folder: Path) -> None:
+    """The config as that of a model in fp32, the generation config and the tokenizer."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    copy = type(model)(deepcopy(model.config))  # a model keeps the very config that it is given
-    copy.config.dtype = torch.float32
+    config = deepcopy(model.config)  # the model keeps its own
+    config.dtype, config.architectures = torch.float32, [type(model).__name__]
+    config.save_pretrained(folder)
     if model.can_generate():
-        copy.generation_config = deepcopy(model.generation_config)
-    return copy.float()
-
-
-def _load_zero_checkpoint(model: Any, folder: Path) -> None:
-    from deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
-
-    load_state_dict_from_zero_checkpoint(model, str(folder))
+        model.generation_config.save_pretrained(folder)
+    trainer.processing_class.save_pretrained(folder)
 
 
 def _record(config: Config, result: TrainResult, rows: str) -> None:

@@ -85,6 +85,7 @@ BY_HAND: Final[dict[str, dict[str, Any]]] = {
     "expert_parallel.expert_w3": {"type": ["str", "null"]},
     "optimizer.type": {"type": "str"},  # runtime/config.py
     "optimizer.legacy_fusion": {"type": "bool", "default": False},
+    "pipeline.use_reentrant": {"type": ["bool", "null"], "default": True},  # runtime/pipe/engine.py
     "scheduler.type": {"type": "str"},
     "sequence_parallel_size": {"type": "int", "minimum": 1},
     "torch_autocast.enabled": {"type": "bool", "default": False},
@@ -103,6 +104,7 @@ DEMANDS: Final[dict[str, dict[str, Any]]] = {
     "autotuning.arg_mappings": {"type": ["object", "null"]},
     "autotuning.max_train_batch_size": {"type": ["int", "null"]},
     "autotuning.metric_path": {"type": ["str", "null"]},
+    "autotuning.tuner_type": {"choices": ["gridsearch", "random", "model_based"]},  # autotuning/autotuner.py
     "autotuning.model_info_path": {"type": ["str", "null"]},
     "autotuning.model_info.num_params": {"type": ["int", "null"]},
     "autotuning.model_info.hidden_size": {"type": ["int", "null"]},
@@ -130,20 +132,45 @@ DEMANDS: Final[dict[str, dict[str, Any]]] = {
     "data_types.keep_in_fp32_modules": {"type": ["str", "list"], "auto": "deepspeed"},
     "data_types.param_dtype": {"type": ["str", "null"], "choices": DTYPES},
     "datastates_ckpt": {"type": ["bool", "object", "null"]},
+    # module_inject/auto_ep_config.py and auto_ep_folding.py, where it is enabled
+    "expert_parallel.autoep_size": {"minimum": 1},
+    "expert_parallel.expert_tensor_parallel_size": {"choices": [1]},
+    "expert_parallel.comm_max_tokens_per_rank": {"minimum": 0},
+    "expert_parallel.comm_num_sm": {"minimum": 1},
+    "expert_parallel.comm_qp_margin": {"minimum": 0},
+    "expert_parallel.num_expert_groups": {"minimum": 1},
+    "expert_parallel.num_limited_groups": {"minimum": 1},
     "flops_profiler.output_file": {"type": ["str", "null"]},
     "gradient_accumulation_steps": {"type": ["int", "null"], "minimum": 1},
-    "gradient_allreduce_op": {"choices": ["mean", "sum"]},
-    "gradient_clipping": {"minimum": 0},
-    "log_level": {"type": ["str", "null"], "choices": ["debug", "info", "warning", "error", "critical"]},
+    "gradient_allreduce_op": {"choices": ["mean", "sum"], "any_case": True},
+    "gradient_clipping": {"minimum": 0},  # runtime/zero: clips above 0 only
+    "gradient_predivide_factor": {"above": 0},  # runtime/zero/stage_1_and_2.py divides by it
+    "log_level": {  # utils/logging.py
+        "type": ["str", "null"],
+        "choices": ["debug", "info", "warning", "error", "critical"],
+        "any_case": True,
+    },
+    "optimizer.params.ns_method": {"choices": ["gram", "standard"]},  # runtime/zero/muon/original_muon.py
     "pipeline.stages": {"type": ["int", "str"], "auto": "deepspeed"},
-    "scheduler.params.warmup_type": {"choices": ["log", "linear"]},  # runtime/lr_schedules.py
+    # runtime/lr_schedules.py
+    "scheduler.params.cycle_first_step_size": {"minimum": 1},
+    "scheduler.params.cycle_second_step_size": {"minimum": 0},
+    "scheduler.params.lr_range_test_step_size": {"minimum": 1},
+    "scheduler.params.warmup_num_steps": {"minimum": 1},
+    "scheduler.params.warmup_type": {"choices": ["log", "linear"]},
     "steps_per_print": {"type": ["int", "null"], "minimum": 1},
+    # runtime/tensor_parallel/config.py: only a torch.dtype is taken, which JSON cannot write
+    "tensor_parallel.dtype": {"type": "null"},
+    "tensor_parallel.preset_model": {  # module_inject/autotp_config.py
+        "choices": ["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"],
+        "any_case": True,
+    },
     "train_batch_size": {"type": ["int", "null"], "minimum": 1},
     "train_micro_batch_size_per_gpu": {"type": ["int", "null"], "minimum": 1},
     "zero_optimization": {"type": ["object", "bool"]},  # runtime/zero/config.py: true is stage 1
     "zero_optimization.zenflow.select_strategy": {"choices": ["auto", "step", "epoch"], "auto": "deepspeed"},
     "zero_optimization.zenflow.select_interval": {"auto": "deepspeed"},
-    "zero_optimization.zenflow.update_interval": {"auto": "deepspeed"},
+    "zero_optimization.zenflow.update_interval": {"minimum": 1, "auto": "deepspeed"},
     "fp16.loss_scale": {"minimum": 0},  # runtime/precision_config.py, validators
     "fp16.loss_scale_window": {"minimum": 1},
     "fp16.min_loss_scale": {"minimum": 1},
@@ -307,11 +334,14 @@ def asked_keys() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def expert_keys() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The types of expert_parallel, whose values DeepSpeed keeps in a dataclass."""
+    """The types and choices of expert_parallel, whose values DeepSpeed keeps in a dataclass."""
     from deepspeed.module_inject.auto_ep_presets.base import AutoEPConfig
+    from deepspeed.module_inject.auto_ep_presets.registry import PRESET_MODELS
 
     for name, annotation in typing.get_type_hints(AutoEPConfig).items():
         choices = next(filter(None, map(choices_of, union(annotation))), None)
+        if name == "preset_model":
+            choices = [*PRESET_MODELS]
         if not name.startswith("_"):
             yield f"expert_parallel.{name}", {"type": annotated_type(annotation), "choices": choices}
 

@@ -158,6 +158,17 @@ zero_optimization.sub_group_size
     )
 
 
+@pytest.mark.parametrize(
+    ("lang", "line"),
+    [
+        ("en", "  use instead  offload_param or offload_optimizer"),
+        ("ko", "  대신 쓸 키  offload_param 또는 offload_optimizer"),
+    ],
+)
+def test_an_old_key_names_the_new_ones(lang: glossary.Lang, line: str) -> None:
+    assert line in show(explain("zero_optimization.cpu_offload_use_pin_memory", lang)).splitlines()
+
+
 def test_a_key_in_korean_by_the_locale() -> None:
     done = command("reduce_bucket", LC_ALL="ko_KR.UTF-8", PYTHONUTF8="1")
     assert (done.returncode, done.stderr) == (0, "")
@@ -165,15 +176,15 @@ def test_a_key_in_korean_by_the_locale() -> None:
         done.stdout
         == """\
 zero_optimization.reduce_bucket_size
-  한 번에 줄이는(reduce) 기울기 원소 수입니다.
-  형식      int
-  기본값    500,000,000
-  허용 값   1 이상
-  auto      Trainer: hidden_size * hidden_size
-  스테이지  1, 2, 3
-  비용      높이면 메시지가 적고 커집니다. 버퍼마다 bf16에서 원소당 2바이트이고 overlap_comm이면
-            둘입니다. 장치 메모리가 모자라면 낮추세요.
-  설정      dstool init-config --stage
+  한 번에 리듀스(reduce)하는 기울기 원소 수입니다.
+  타입       int
+  기본값     500,000,000
+  허용 값    1 이상
+  auto       Trainer: hidden_size * hidden_size
+  스테이지   1, 2, 3
+  비용       높이면 메시지가 적고 커집니다. 버퍼마다 bf16에서 원소당 2바이트이고 overlap_comm이면
+             둘입니다. 장치 메모리가 모자라면 낮추세요.
+  설정 위치  dstool init-config --stage
 """
     )
 

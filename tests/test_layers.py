@@ -60,6 +60,7 @@ LAYERS = (
         "dstool.check",
         "dstool.plan",
         "dstool.train",
+        "dstool.inspection",
         "dstool.consolidate",
         "dstool.merge",
         "dstool.infer",

@@ -116,9 +116,13 @@ def test_what_cannot_be_done_with_an_adapter_yet_is_said_in_one_line(adapter: Pa
     for source in (adapter, adapter / "checkpoint-1"):
         with pytest.raises(ModelError, match=r"holds a LoRA adapter, .* merging one is not supported yet"):
             merge(source, here / "merged")
-    with pytest.raises(ModelError, match=r"holds a LoRA adapter, .* consolidating one is not supported yet"):
-        consolidate(adapter)
     assert not (here / "merged").exists()
+
+
+def test_k14_the_weights_of_an_adapters_checkpoint_are_the_adapters_alone(adapter: Path) -> None:
+    result = consolidate(adapter)
+    names = load_file(result.output_dir / "model.safetensors")
+    assert len(names) == result.tensors == len(load_file(adapter / "adapter_model.safetensors"))
 
 
 def test_an_adapter_without_its_base_model_is_refused(

@@ -61,7 +61,9 @@ def test_every_block_is_run_by_a_test() -> None:
         ("Checking the JSON", "bash"),
         ("What a key means", "bash"),
         ("What a key means", "console"),
+        ("What a checkpoint is", "bash"),
         ("Checkpoints to weights", "bash"),
+        ("Checkpoints to weights", "python"),
         ("Asking the model", "bash"),
         ("From Python", "python"),
         ("Working on dstool", "bash"),
@@ -159,8 +161,16 @@ def test_checking_the_json(tmp_path: Path, command: Callable[..., Any]) -> None:
         assert shell(line, command, tmp_path).out == "ds_config.json: nothing is wrong\n"
 
 
+def test_what_a_checkpoint_is(trained: Path, command: Callable[..., Any]) -> None:
+    for line in commands("What a checkpoint is"):
+        assert "global_step16" in shell(line, command, trained).out
+
+
 def test_checkpoints_to_weights(trained: Path, tmp_path: Path, command: Callable[..., Any]) -> None:
     run = Path(shutil.copytree(trained, tmp_path / "run"))
+    shutil.copytree(run / "out/checkpoint-1", run / "out/checkpoint-8")
+    script = "\n".join(["from pathlib import Path", *commands("Checkpoints to weights", "python")])
+    assert "embeddings" in command(sys.executable, "-c", script, cwd=run).out
     for line in commands("Checkpoints to weights"):
         shell(line, command, run)
     assert all((run / name / "config.json").is_file() for name in ("weights", "model-bf16", "model-fp32"))

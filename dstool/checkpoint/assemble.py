@@ -34,9 +34,10 @@ def fp32_state_dict(checkpoint: ZeroCheckpoint) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: a partition is missing or of the wrong size, or a tensor would be left out.
     """
-    if checkpoint.nvme:
+    if checkpoint.nvme or checkpoint.universal:
+        what = "is universal" if checkpoint.universal else "has partitions on NVMe"
         raise CheckpointError(
-            f"{checkpoint.folder} has partitions on NVMe, which DeepSpeed's own script cannot read",
+            f"{checkpoint.folder} {what}, which DeepSpeed's own script cannot read",
             hint="leave --engine out",
         )
     models = [_load(file) for file in checkpoint.model_files]

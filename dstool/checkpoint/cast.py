@@ -2,13 +2,14 @@
 here.
 
 bfloat16 is the upper half of float32. It is rounded to the nearest, ties to even, as torch does: half a
-unit less one is added to the lower half, and one more where the last bit that stays is odd. NaN stays NaN.
+unit less one is added to the lower half, and one more where the last bit that stays is odd. NaN stays NaN;
+which of its many patterns it becomes differs among processors in torch too.
 """
 
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -36,14 +37,16 @@ def cast(raw: NDArray[np.generic], source: str, target: str) -> NDArray[np.gener
     """
     if source == target:
         return raw
-    wide = _to_float(raw, source)
-    if target == "BF16":
-        return _to_bf16(wide.astype(np.float32, copy=False))
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
+        wide = _to_float(raw, source)
+        if target in ("BF16", "F16"):  # torch rounds a double to float32 first
+            wide = wide.astype(np.float32, copy=False)
+        if target == "BF16":
+            return _to_bf16(wide)
         return wide.astype(NUMPY_TYPES[target])
 
 
-def _to_float(raw: NDArray[np.generic], source: str) -> NDArray[np.floating]:
+def _to_float(raw: NDArray[np.generic], source: str) -> NDArray[Any]:
     if source != "BF16":
         return raw.view(NUMPY_TYPES[source])
     bits = raw.view(np.uint16).astype(np.uint32)

@@ -9,6 +9,8 @@ What `DeepSpeedEngine.save_checkpoint` leaves behind (deepspeed/runtime/engine.p
             mp_rank_00_model_states.pt                         stages 0 to 2
             zero_pp_rank_R_mp_rank_00_model_states.pt          stage 3, one per rank
             offloaded_tensors/rankRR/*.swp                     stage 3 with the optimizer on NVMe
+            zero/NAME/fp32.pt                                  a universal checkpoint, in place of
+            optim_states
 
 Nothing here trusts the number of files: the world size, the stage and the step come from inside them.
 No pickle is executed and no tensor data is read, except the one number that is a step (`pickles`).
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import re
+import struct
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -33,6 +36,9 @@ from dstool.files import typed
 logger = logging.getLogger("dstool.checkpoint")
 
 LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
+UNIVERSAL = "zero"
+"""The folder of a universal checkpoint in which each parameter has a folder of its own."""
 SWAP_FOLDER = "offloaded_tensors"
 WEIGHT_FILES: Mapping[str, str] = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}
 """A model's whole weights by their format, in the order that `from_pretrained` prefers."""
@@ -44,6 +50,16 @@ _RUN_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
 _MODEL_OF_RANK = re.compile(r"zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:\w+?_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+MALFORMED = (
+    LookupError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    RecursionError,
+    struct.error,
+)
+"""What reading a content raises that is not of the form that DeepSpeed gives it."""
 _MODEL_KEYS = ("module", "param_shapes", "buffer_names", "shared_params")
 _FOREIGN = {
     "mixture-of-experts": re.compile(r"expp_rank_\d+_.*|(?:layer_\d+_)?expert_\d+_.*"),
@@ -73,6 +89,8 @@ class ZeroCheckpoint:
     """In the order of ranks; none at stage 0."""
     nvme: bool
     """Whether some fp32 partitions lie under offloaded_tensors/."""
+    universal: bool = False
+    """Whether the masters lie whole, each in a file of its own (checkpoint/ds_to_universal.py)."""
     trust: bool = False
     """Whether objects of unknown classes in the files are passed over, and not refused."""
 
@@ -101,12 +119,22 @@ def find(path: Path, *, tag: str | None = None, trust: bool = False) -> ZeroChec
         CheckpointError: nothing there, a file missing or damaged, files of two steps or of a kind that
             cannot be read. The message names the file or folder.
     """
+    try:
+        return _find(path, tag, trust=trust)
+    except PermissionError as error:
+        raise CheckpointError(
+            f"{error.filename} cannot be read: {error.strerror}", hint=f"ls -ld {typed(error.filename)}"
+        ) from error
+
+
+def _find(path: Path, tag: str | None, *, trust: bool) -> ZeroCheckpoint:
     if not path.is_dir():
         raise _not_a_folder(path)
     if tag is not None:
         return _inspect(path, _given_tag(path, tag), trust=trust)
-    if (path / LATEST).is_file():
-        return _inspect(path, _read_latest(path), trust=trust)
+    for name in (LATEST, LATEST_UNIVERSAL):
+        if (path / name).is_file():
+            return _inspect(path, _read_latest(path, name), trust=trust)
     if _is_tag_folder(path):
         home = path.resolve()
         root = path.parent if path.name == home.name else home.parent
@@ -149,6 +177,27 @@ def newest_complete(
             logger.warning("%s is used, since a newer one cannot be: %s", found.root, passed.message)
         return found
     raise problems[0] if problems else _nothing_in(run_dir)
+
+
+def root_of(path: Path) -> Path | None:
+    """The checkpoint's folder, whatever is wrong with what is in it; None where there is nothing of one."""
+    if not path.is_dir():
+        return None
+    if _is_root(path):
+        return path
+    if _is_tag_folder(path):
+        return path.resolve().parent
+    return next(iter(_run_checkpoints(path)), None)
+
+
+def tags(root: Path) -> tuple[tuple[str, ...], str | None]:
+    """The folders of a checkpoint in their order, and the one that `latest` names, there or not."""
+    names = tuple(tag.name for tag in _tag_folders(root))
+    try:
+        latest = (root / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return names, None
+    return names, latest if latest and len(latest) < 256 and latest.isprintable() else None
 
 
 def is_zero(path: Path) -> bool:
@@ -228,9 +277,9 @@ def _given_tag(root: Path, tag: str) -> str:
     return tag
 
 
-def _read_latest(root: Path) -> str:
+def _read_latest(root: Path, name: str = LATEST) -> str:
     """The tag that `latest` names, checked to be a folder in `root`."""
-    file = root / LATEST
+    file = root / name
     tags = _tag_folders(root)
     hint = f"name the folder itself: dstool consolidate {typed(tags[-1])}" if tags else _other_hint(root)
     try:
@@ -295,8 +344,10 @@ def _inspect(root: Path, tag: str, *, trust: bool) -> ZeroCheckpoint:
     ]
     world_size = int(_agreed(sizes, "world size", root))
     stage = _stage(files, models, optims)
+    universal = not optims and (files.folder / UNIVERSAL).is_dir()
     model_files = _complete_models(files, stage, world_size)
-    optim_files = _complete_optims(files, stage, world_size, bf16=any(head.bf16 for head in models))
+    bf16 = any(head.bf16 for head in models)
+    optim_files = () if universal else _complete_optims(files, stage, world_size, bf16=bf16)
     step = _agreed([(head.file, head.step) for head in models], "global step", root)
     updates = _agreed([(head.file, head.step) for head in optims], "optimizer step", root)
     done = step - models[0].skipped
@@ -306,7 +357,9 @@ def _inspect(root: Path, tag: str, *, trust: bool) -> ZeroCheckpoint:
         )
     nvme = any(head.swapped for head in optims)
     found = ZeroCheckpoint(
-        root, tag, stage, world_size, step, models[0].version, model_files, optim_files, nvme, trust
+        *(root, tag, stage, world_size, step, models[0].version, model_files, optim_files, nvme),
+        universal=universal,
+        trust=trust,
     )
     _check_swap_folders(found)
     return found
@@ -332,10 +385,10 @@ def _sort_names(root: Path, folder: Path) -> _Files:
             hint=_other_hint(root),
         )
     if not files.every_model and not files.optims:
-        if (folder / "zero").is_dir():
+        if (folder / UNIVERSAL).is_dir():
             raise CheckpointError(
-                f"{folder} is a universal checkpoint, which holds no ZeRO partitions",
-                hint="name the folder that it was made from",
+                f"{folder} is a universal checkpoint without its *_model_states.pt, which names its tensors",
+                hint="copy them from the checkpoint that it was made from",
             )
         raise CheckpointError(
             f"{folder} holds no *_model_states.pt and no *_optim_states.pt", hint=_other_hint(root)
@@ -443,7 +496,19 @@ def _check_swap_folders(checkpoint: ZeroCheckpoint) -> None:
 
 
 def read(file: Path, *, trust: bool = False) -> dict[str, Any]:
-    """The content of a *_states.pt file, with the place of its bytes for each tensor (`pickles.read`).
+    """The content of a *_states.pt file, as `read_any` gives it.
+
+    Raises:
+        CheckpointError: as there, or it is no dictionary.
+    """
+    content = read_any(file, trust=trust)
+    if not isinstance(content, dict):
+        raise _damaged(file, f"holds a {type(content).__name__}, not a checkpoint")
+    return content
+
+
+def read_any(file: Path, *, trust: bool = False) -> Any:
+    """The content of a file of torch.save, with the place of its bytes for each tensor (`pickles.read`).
 
     Raises:
         CheckpointError: the file is missing, damaged, or asks for classes that no ZeRO checkpoint needs;
@@ -455,17 +520,19 @@ def read(file: Path, *, trust: bool = False) -> dict[str, Any]:
             raise _damaged(file, "is empty (0 bytes)")
         if not zipfile.is_zipfile(file):
             raise _damaged(file, f"is cut short or no file of torch.save ({size} bytes, no zip directory)")
-        content = pickles.read(file, trust=trust)
+        return pickles.read(file, trust=trust)
     except CheckpointError:
         raise
-    except MemoryError:
-        raise
+    except MemoryError as error:
+        raise _damaged(file, "cannot be read: it asks for more memory than there is") from error
     except Exception as error:  # whatever a broken pickle makes the unpickler do
         words = str(error).splitlines() or [type(error).__name__]
         raise _damaged(file, f"cannot be read: {words[0]}") from error
-    if not isinstance(content, dict):
-        raise _damaged(file, f"holds a {type(content).__name__}, not a checkpoint")
-    return content
+
+
+def _said(error: Exception) -> str:
+    """The type and the first words of an error, in one line."""
+    return " ".join(repr(error).split())[:200]
 
 
 def _damaged(file: Path, what: str) -> CheckpointError:
@@ -488,11 +555,13 @@ def _model_head(file: Path, root: Path, *, trust: bool) -> _ModelHead:
             shapes is not None,
             any(getattr(value, "dtype", None) == "BF16" for value in module.values()),
         )
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise _damaged(file, f"is no model-state file of DeepSpeed's ({error!r})") from error
+    except MALFORMED as error:
+        raise _damaged(file, f"is no model-state file of DeepSpeed's ({_said(error)})") from error
+    if head.world_size < 1:
+        raise _damaged(file, f"is of a run of {head.world_size} ranks")
     if content.get("ds_autoep_layers") or content.get("autoep_layers"):
         raise _refuse_foreign(root, file.parent, "mixture-of-experts", file.name)
-    if int(content.get("mp_world_size") or 1) > 1:
+    if content.get("mp_world_size") not in (None, 0, 1):
         raise _refuse_foreign(root, file.parent, "tensor-parallel", file.name)
     return head
 
@@ -508,8 +577,8 @@ def _optim_head(file: Path, *, trust: bool) -> _OptimHead:
         swapped = stage == 3 and any(group.numel() == 0 for group in groups)
         world_size = max(count) if isinstance(count, list) else int(count)
         return _OptimHead(file, stage, world_size, _optimizer_step(state), swapped)
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise _damaged(file, f"is no ZeRO optimizer file ({error!r})") from error
+    except MALFORMED as error:
+        raise _damaged(file, f"is no ZeRO optimizer file ({_said(error)})") from error
 
 
 def partition_numel(shapes: Mapping[str, Any], world_size: int) -> int:

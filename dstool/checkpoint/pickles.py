@@ -8,11 +8,12 @@ of its bytes.
 
 from __future__ import annotations
 
-import collections
+import io
 import os
 import pickle
+import pickletools
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -45,6 +46,8 @@ ITEM_SIZES: Final[Mapping[DType, int]] = MappingProxyType(
     }
 )
 FLOATING: Final = ("F64", "F32", "F16", "BF16")
+MOST_DESCRIPTOR: Final = 24
+"""Bytes that may follow the data of a record in a zip."""
 
 _STORAGES: Final = MappingProxyType(
     {
@@ -85,10 +88,25 @@ TORCH_NAMES: Final[Mapping[DType, str]] = MappingProxyType(
 _DTYPES: Final = MappingProxyType({name: dtype for dtype, name in TORCH_NAMES.items()})
 
 
+MOST_ELEMENTS: Final = 2**63
+"""More than any dimension has."""
+
+
 class Shape(tuple[int, ...]):
-    """Stands for torch.Size."""
+    """Stands for torch.Size: whole numbers, none of them negative.
+
+    Raises:
+        ValueError: something else.
+    """
 
     __slots__ = ()
+
+    def __new__(cls, sizes: Iterable[int] = ()) -> Shape:
+        """The sizes in order."""
+        made = super().__new__(cls, sizes)
+        if not all(type(size) is int and 0 <= size < MOST_ELEMENTS for size in made):
+            raise ValueError("a shape that is none")
+        return made
 
     def numel(self) -> int:
         """The number of elements."""
@@ -104,6 +122,10 @@ class TensorRef:
     dtype: DType
     shape: Shape
     stride: tuple[int, ...]
+
+    def __setstate__(self, state: Any) -> None:
+        """Refuse: the BUILD of a pickle would move a tensor to any place of any file."""
+        raise pickle.UnpicklingError("a tensor is altered after it is made")
 
     def numel(self) -> int:
         """The number of elements."""
@@ -151,24 +173,64 @@ class TensorRef:
 
 
 class Inert:
-    """Stands for an object of a class that is allowed, and keeps what it was made of."""
+    """Stands for an object of another class. Takes whatever a pickle does to it, and does nothing."""
 
     arguments: tuple[Any, ...] = ()
-    state: Any = None
 
-    def __new__(cls, *arguments: Any) -> Inert:
+    def __new__(cls, *arguments: Any, **_: Any) -> Inert:
         """Whatever the pickle calls the class with."""
         made = super().__new__(cls)
         made.arguments = arguments
         return made
 
     def __setstate__(self, state: Any) -> None:
-        """Keep it, whatever it is."""
-        self.state = state
+        """Drop it, whatever it is."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """As of a dict."""
+
+    def append(self, item: Any) -> None:
+        """As of a list."""
+
+    def extend(self, items: Any) -> None:
+        """As of a list."""
+
+    def add(self, item: Any) -> None:
+        """As of a set."""
+
+    def __call__(self, *_: Any, **__: Any) -> Inert:
+        """As of a function that another one made."""
+        return self
 
     def __int__(self) -> int:
         """An enumeration is its number."""
         return int(self.arguments[0])
+
+
+class _Mapping(dict[Any, Any]):
+    """Stands for the dicts of collections. Attributes that it was saved with are dropped."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        """Drop it: a state dict has `_metadata`, and what is hostile would hide `get`."""
+
+
+class _Call:
+    """A stand-in that a pickle can call, and nothing else: BUILD could set attributes of a plain function."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+
+    def __call__(self, *arguments: Any) -> Any:
+        """What it stands for."""
+        return self._make(*arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        """Refuse."""
+        raise pickle.UnpicklingError("a function is altered")
 
 
 @dataclass(frozen=True)
@@ -192,35 +254,86 @@ def read(file: Path, *, trust: bool = False) -> Any:
         CheckpointError: the file names something that no ZeRO checkpoint needs.
         OSError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError: it cannot be read.
     """
-    with zipfile.ZipFile(file) as archive:
-        records = {record.filename: record for record in archive.infolist()}
+    with zipfile.ZipFile(file) as archive, file.open("rb") as raw:
+        records = _records(archive)
         name = next((each for each in records if each.endswith("/data.pkl")), None)
         if name is None:
             raise ValueError("no data.pkl in it")
         prefix = name.removesuffix("data.pkl")
-        if f"{prefix}byteorder" in records and archive.read(f"{prefix}byteorder") != b"little":
+        if f"{prefix}byteorder" in records and _stored(archive, records, f"{prefix}byteorder") != b"little":
             raise ValueError("its numbers are big-endian")
-        with file.open("rb") as raw, archive.open(name) as stream:
-            return _Reader(stream, file, raw.fileno(), records, prefix, trust=trust).load()
+        # read whole, and so checked by its CRC, before the unpickler sees any of it
+        program = _stored(archive, records, name)
+        _refuse_bombs(program)
+        reader = _Reader(io.BytesIO(program), file, raw.fileno(), records, prefix)
+        content, problem = None, None
+        try:
+            content = reader.load()
+        except Exception as error:
+            problem = error
+    if reader.foreign and not trust:
+        names = ", ".join(list(reader.foreign)[:5])
+        names += f" and {len(reader.foreign) - 5} more" if len(reader.foreign) > 5 else ""
+        raise CheckpointError(
+            f"{file} asks for {names}, which no ZeRO checkpoint needs: not read",
+            hint="--trust-pickle reads it without that object; or save again without it in client_state",
+        ) from problem
+    if problem is not None:
+        raise problem
+    return content
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What the directory says of a record, and the byte that the next thing in the file starts at."""
+
+    info: zipfile.ZipInfo
+    end: int
+
+
+def _records(archive: zipfile.ZipFile) -> dict[str, _Record]:
+    infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+    ends = [*(info.header_offset for info in infos[1:]), archive.start_dir]
+    found = {info.filename: _Record(info, end) for info, end in zip(infos, ends, strict=True)}
+    if len(found) < len(infos):
+        raise ValueError("two of its records have one name")
+    return found
+
+
+def _stored(archive: zipfile.ZipFile, records: Mapping[str, _Record], name: str) -> bytes:
+    """The bytes of a small record, which must not grow when it is read."""
+    info = records[name].info
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size > archive.start_dir:
+        raise ValueError(f"its record {name} is compressed")
+    return archive.read(name)
+
+
+def _refuse_bombs(program: bytes) -> None:
+    """Raise `ValueError` for a pickle whose few bytes ask for much memory: a memo, or bytes, of any size.
+
+    The unpickler makes room for what is asked for before it looks whether it is there.
+    """
+    for opcode, argument, _ in pickletools.genops(program):
+        if opcode.name in _MEMO and isinstance(argument, int) and argument > len(program):
+            raise ValueError("its pickle asks for a memo that is larger than itself")
+
+
+_MEMO: Final = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
 
 
 class _Reader(pickle.Unpickler):
-    """Builds stand-ins for what is on the list, and refuses the rest before anything is called."""
+    """Builds stand-ins for what is on the list, and inert objects for the rest. Calls nothing that is named.
+
+    `foreign` are the names of the rest.
+    """
 
     def __init__(
-        self,
-        stream: Any,
-        file: Path,
-        descriptor: int,
-        records: Mapping[str, zipfile.ZipInfo],
-        prefix: str,
-        *,
-        trust: bool,
+        self, stream: Any, file: Path, descriptor: int, records: Mapping[str, _Record], prefix: str
     ) -> None:
         super().__init__(stream, encoding="utf-8")
         self._file, self._descriptor, self._records, self._prefix = file, descriptor, records, prefix
-        self._trust = trust
         self._starts: dict[str, int] = {}
+        self.foreign: dict[str, None] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for `module.name`."""
@@ -230,13 +343,11 @@ class _Reader(pickle.Unpickler):
             return _DTYPES[name]
         known = self._functions().get((module, name)) or _PLAIN.get((module, name))
         if known is not None:
-            return known
-        if self._trust or (module, name) in _INERT:
-            return type(name, (Inert,), {"__module__": module})
-        raise CheckpointError(
-            f"{self._file} asks for {module}.{name}, which no ZeRO checkpoint needs: not read",
-            hint="--trust-pickle reads it without that object; or save again without it in client_state",
-        )
+            return _Call(known)
+        if (module, name) not in _INERT:
+            asked = f"{module}.{name}"[:80]
+            self.foreign[asked if asked.isprintable() else ascii(asked)] = None
+        return type("Inert", (Inert,), {})
 
     def persistent_load(self, pid: Any) -> _Storage:
         """The storage that a `("storage", type, key, location, numel)` tuple names."""
@@ -246,19 +357,28 @@ class _Reader(pickle.Unpickler):
         record = self._records.get(f"{self._prefix}data/{key}")
         if record is None:
             raise ValueError(f"its record data/{key} is missing")
-        if record.compress_type != zipfile.ZIP_STORED or record.file_size < numel * ITEM_SIZES[dtype]:
-            raise ValueError(f"its record data/{key} has {record.file_size} bytes, or is compressed")
-        return _Storage(self._start(record), record.file_size, dtype)
+        info = record.info
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size < numel * ITEM_SIZES[dtype]:
+            raise ValueError(f"its record data/{key} has {info.file_size} bytes, or is compressed")
+        return _Storage(self._start(record), info.file_size, dtype)
 
-    def _start(self, record: zipfile.ZipInfo) -> int:
-        """Where the data of a record begins: behind its local header, whose fields have their own lengths."""
-        if record.filename not in self._starts:
-            header = os.pread(self._descriptor, 30, record.header_offset)
-            if len(header) < 30 or header[:4] != b"PK\x03\x04":
-                raise ValueError(f"its record {record.filename} has no header")
+    def _start(self, record: _Record) -> int:
+        """Where the data of a record begins: behind its local header, whose fields have their own lengths.
+
+        Nothing but a data descriptor lies between its end and what follows, which a damaged length breaks.
+        """
+        info = record.info
+        if info.filename not in self._starts:
+            name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
+            header = os.pread(self._descriptor, 30 + len(name), info.header_offset)
+            if header[:4] != b"PK\x03\x04" or header[30:] != name:
+                raise ValueError(f"its record {info.filename} has no header")
             lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-            self._starts[record.filename] = record.header_offset + 30 + lengths
-        return self._starts[record.filename]
+            start = info.header_offset + 30 + lengths
+            if not 0 <= record.end - start - info.file_size <= MOST_DESCRIPTOR:
+                raise ValueError(f"its record {info.filename} does not lie where its header says")
+            self._starts[info.filename] = start
+        return self._starts[info.filename]
 
     def _functions(self) -> Mapping[tuple[str, str], Callable[..., Any]]:
         return {
@@ -276,19 +396,36 @@ class _Reader(pickle.Unpickler):
         self, storage: _Storage, offset: int, size: Any, stride: Any, _: Any, __: Any, dtype: DType, *___: Any
     ) -> TensorRef:
         """A tensor of `storage`, of which no element lies outside."""
-        shape, steps, item = Shape(size), tuple(stride), ITEM_SIZES[dtype]
-        if offset < 0 or min((*shape, *steps), default=0) < 0:
-            raise ValueError("a tensor with a negative size")
+        shape, steps, item = Shape(size), Shape(stride), ITEM_SIZES[dtype]
+        if type(offset) is not int or offset < 0:
+            raise ValueError("a tensor that starts nowhere")
         last = offset + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
         if shape.numel() and (last + 1) * item > storage.size:
             raise ValueError("a tensor larger than its record")
+        _refuse_overlap(shape, steps, item)
         return TensorRef(self._file, storage.offset + offset * item, dtype, shape, steps)
+
+
+MOST_EXPANDED: Final = 64 * 2**20
+"""Bytes of a tensor whose elements are fewer on disk (`expand`): a mask has them, a weight does not."""
+
+
+def _refuse_overlap(shape: Shape, steps: Shape, item: int) -> None:
+    """Raise `ValueError` for a tensor whose elements lie over each other, other than a small expanded one."""
+    expanded = prod(n for n, step in zip(shape, steps, strict=True) if step == 0)
+    if expanded > 1 and shape.numel() * item > MOST_EXPANDED:
+        raise ValueError(f"a tensor of shape {list(shape)} that is not as large on disk")
+    reach = 0
+    for step, size in sorted((step, n) for n, step in zip(shape, steps, strict=True) if n > 1 and step):
+        if step <= reach:
+            raise ValueError("a tensor whose elements overlap")
+        reach += step * (size - 1)
 
 
 _PLAIN: Final[Mapping[tuple[str, str], Any]] = MappingProxyType(
     {
-        ("collections", "OrderedDict"): collections.OrderedDict,
-        ("collections", "defaultdict"): lambda *_: {},
+        ("collections", "OrderedDict"): _Mapping,
+        ("collections", "defaultdict"): lambda *_: _Mapping(),
         ("torch", "Size"): Shape,
         ("torch", "device"): lambda *words: ":".join(map(str, words)),
         ("torch.serialization", "_get_layout"): str,

@@ -155,7 +155,7 @@ class Weights(Mapping[str, "torch.Tensor"]):
             at += piece.length
         dtype = getattr(torch, TORCH_NAMES[entry.dtype])
         flat = torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
-        return flat.as_strided(entry.shape, entry.stride) if entry.stride else flat.view(*shape)
+        return flat.as_strided(entry.shape, entry.stride) if entry.stride else flat.view(tuple(shape))
 
 
 def cut(pieces: Sequence[Piece], start: int, length: int) -> Iterator[Piece]:
@@ -224,8 +224,17 @@ def of_checkpoint(checkpoint: ZeroCheckpoint) -> Weights:
     Raises:
         CheckpointError: a partition is missing or of the wrong size, or a tensor would be left out.
     """
-    where = (checkpoint.folder, checkpoint.stage, layout.ranks(checkpoint.world_size), checkpoint.step)
-    logger.info("gathering %s: ZeRO stage %d, %s, step %d", *where)
+    try:
+        return _of_checkpoint(checkpoint)
+    except layout.MALFORMED as error:
+        raise CheckpointError(
+            f"the files in {checkpoint.folder} are not of the form that DeepSpeed gives them: "
+            f"{' '.join(repr(error).split())[:200]}",
+            hint=MIXED_HINT,
+        ) from error
+
+
+def _of_checkpoint(checkpoint: ZeroCheckpoint) -> Weights:
     models = [layout.read(file, trust=checkpoint.trust) for file in checkpoint.model_files]
     module = {name: value for name, value in models[0]["module"].items() if isinstance(value, TensorRef)}
     if checkpoint.stage == 0:
@@ -233,7 +242,7 @@ def of_checkpoint(checkpoint: ZeroCheckpoint) -> Weights:
         if any(entry.dtype in ("BF16", "F16") for entry in entries.values()):
             logger.warning("%s: stage 0 in 16 bits, so these are the 16-bit weights", checkpoint.folder)
     else:
-        found = _trained_3(checkpoint, models) if checkpoint.stage == 3 else _trained_2(checkpoint, models[0])
+        found = _trained(checkpoint, models)
         found |= _frozen(checkpoint, models)
         rest = {
             name: value
@@ -271,6 +280,27 @@ def entry_of(name: str, ref: TensorRef, kind: Kind = "trained") -> Entry:
     return Entry(name, tuple(ref.shape), ref.dtype, (piece,), kind, ref.stride)
 
 
+def _trained(checkpoint: ZeroCheckpoint, models: Sequence[Mapping[str, Any]]) -> dict[str, Entry]:
+    """The masters of the parameters that the optimizer owned."""
+    if checkpoint.universal:
+        return _trained_universal(checkpoint, models[0])
+    return _trained_3(checkpoint, models) if checkpoint.stage == 3 else _trained_2(checkpoint, models[0])
+
+
+def _trained_universal(checkpoint: ZeroCheckpoint, model: Mapping[str, Any]) -> dict[str, Entry]:
+    """A universal checkpoint: each master whole in a file of its own, perhaps with padding at its end."""
+    found = {}
+    for name, shape in _shapes(model).items():
+        file = checkpoint.folder / layout.UNIVERSAL / name / "fp32.pt"
+        content = layout.read_any(file, trust=checkpoint.trust)
+        master = content.get("param") if isinstance(content, dict) else content  # of stages 1, 2 and of 3
+        if not isinstance(master, TensorRef) or not master.is_contiguous or master.numel() < shape.numel():
+            raise CheckpointError(f"{file} does not hold {name}, {list(shape)}", hint=MIXED_HINT)
+        pieces = joined(_Flat([master]).span(0, shape.numel()))
+        found[name] = Entry(name, tuple(shape), master.dtype, pieces)
+    return found
+
+
 class _Flat:
     """Flat tensors of one type, end to end."""
 
@@ -298,7 +328,22 @@ def _groups(checkpoint: ZeroCheckpoint) -> tuple[list[list[TensorRef]], Any]:
         layout.read(file, trust=checkpoint.trust)["optimizer_state_dict"] for file in checkpoint.optim_files
     ]
     key = fp32_groups_key(checkpoint.stage)
-    return [list(state[key]) for state in states], states[0].get("param_alignment_paddings")
+    groups: list[list[TensorRef]] = [list(state[key]) for state in states]
+    _check_flat(
+        [(file, part) for file, of in zip(checkpoint.optim_files, groups, strict=True) for part in of]
+    )
+    return groups, states[0].get("param_alignment_paddings")
+
+
+def _check_flat(parts: Sequence[tuple[Path, TensorRef]]) -> None:
+    """Every part is one run of numbers, and all are of one type: `_Flat` reads them as such."""
+    for file, part in parts:
+        if not part.is_contiguous or part.dtype not in FLOATING or part.dtype != parts[0][1].dtype:
+            raise CheckpointError(
+                f"{file} holds a part of type {part.dtype} and stride {list(part.stride)}, where numbers of "
+                f"{parts[0][1].dtype} belong, one after the other",
+                hint=MIXED_HINT,
+            )
 
 
 def _check_group_count(
@@ -349,7 +394,7 @@ def _paddings(checkpoint: ZeroCheckpoint, paddings: Any, group: int, count: int)
     if paddings is None:
         return [0] * count
     between: Sequence[int] = paddings[group] if group < len(paddings) else ()
-    if len(between) != count:
+    if len(between) != count or min(map(int, between), default=0) < 0:
         raise CheckpointError(
             f"{checkpoint.optim_files[0]} has {len(between)} paddings for the {count} parameters of "
             f"group {group}",
@@ -394,25 +439,37 @@ def _check_partition_sizes(
 def _frozen(checkpoint: ZeroCheckpoint, models: Sequence[Mapping[str, Any]]) -> dict[str, Entry]:
     """The parameters that no optimizer owns: whole below stage 3, and there a part in each rank's file."""
     shapes: Mapping[str, Any] = models[0].get("frozen_param_shapes") or {}
+    ranks = checkpoint.world_size if checkpoint.stage == 3 else 1
     found = {}
     for name, size in shapes.items():
         shape = Shape(size)
-        ranks = checkpoint.world_size if checkpoint.stage == 3 else 1
-        part, dtype = ceil(shape.numel() / ranks), "F32"
-        pieces: list[Piece] = []
-        for rank in range(ranks):
-            fragment: TensorRef | None = (models[rank].get("frozen_param_fragments") or {}).get(name)
-            have = fragment.numel() if fragment is not None else 0
-            if fragment is None or have != part:
-                raise CheckpointError(
-                    f"{checkpoint.model_files[rank]}: frozen {name} has {have} elements, a part of "
-                    f"{list(shape)} has {part}",
-                    hint="with parameters on NVMe, take the frozen weights from the base model",
-                )
-            dtype = fragment.dtype
-            pieces += _Flat([fragment]).span(0, min(part, shape.numel() - rank * part))
-        found[name] = Entry(name, tuple(shape), dtype, joined(pieces), "frozen")
+        part = ceil(shape.numel() / ranks)
+        sources = list(zip(checkpoint.model_files, models, strict=True))[:ranks]
+        fragments = [_fragment(file, model, name, shape, part) for file, model in sources]
+        if ranks == 1:
+            found[name] = entry_of(name, fragments[0], "frozen")
+            continue
+        _check_flat([*zip(checkpoint.model_files, fragments, strict=False)])
+        flats = [_Flat([fragment]) for fragment in fragments]
+        pieces = [
+            piece
+            for rank, flat in enumerate(flats)
+            for piece in flat.span(0, min(part, shape.numel() - rank * part))
+        ]
+        found[name] = Entry(name, tuple(shape), fragments[0].dtype, joined(pieces), "frozen")
     return found
+
+
+def _fragment(file: Path, model: Mapping[str, Any], name: str, shape: Shape, part: int) -> TensorRef:
+    """What a rank's file has of the frozen parameter `name`, checked to be `part` elements."""
+    fragment: TensorRef | None = (model.get("frozen_param_fragments") or {}).get(name)
+    have = fragment.numel() if fragment is not None else 0
+    if fragment is None or have != part:
+        raise CheckpointError(
+            f"{file}: frozen {name} has {have} elements, a part of {list(shape)} has {part}",
+            hint="with parameters on NVMe, take the frozen weights from the base model",
+        )
+    return fragment
 
 
 def joined(pieces: Iterator[Piece] | Sequence[Piece]) -> tuple[Piece, ...]:
@@ -441,7 +498,8 @@ def _tied(entries: dict[str, Entry], shared: Mapping[str, str], checkpoint: Zero
             del entries[name]
         else:
             first[key] = name
-    return Weights(entries, tied, checkpoint)
+    # a name may be tied to one that is itself tied
+    return Weights(entries, {alias: tied.get(name, name) for alias, name in tied.items()}, checkpoint)
 
 
 def _check_complete(

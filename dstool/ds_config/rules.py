@@ -208,7 +208,19 @@ def values(look: Look) -> Iterator[Raw]:
             yield Raw("wrong-type", path, problem, told, mend, _plain_value(look, path, key))
         elif problem := _beyond(key, value):
             edits = _older_dtype(look, path, value)
-            yield Raw("wrong-value", path, problem, "DeepSpeed refuses it", _limits(key), edits)
+            told = _TAKEN.get(key.path, "DeepSpeed refuses it")
+            yield Raw("wrong-value", path, problem, told, _limits(key), edits)
+
+
+# The keys of which DeepSpeed takes a wrong value too, and what it then does.
+_TAKEN: Final = MappingProxyType(
+    {
+        "autotuning.tuner_type": "DeepSpeed takes gridsearch instead",
+        "gradient_clipping": "DeepSpeed does not clip",
+        "scheduler.params.warmup_type": "DeepSpeed takes log instead",
+        "tensor_parallel.preset_model": "DeepSpeed goes on without a preset",
+    }
+)
 
 
 def _leaves(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -296,11 +308,14 @@ def _number(text: str, key: keys.Key) -> int | float | None:
 def _beyond(key: keys.Key, value: Any) -> str:
     if isinstance(value, bool | None | dict | list):
         return ""
-    said = value.lower() if key.any_case and isinstance(value, str) else value
+    folded = {str(each).lower(): each for each in key.choices or ()} if key.any_case else {}
+    said = folded.get(value.lower(), value) if isinstance(value, str) else value
     if key.choices is not None and said not in key.choices:
         close = difflib.get_close_matches(str(said), [str(each) for each in key.choices], 1)
         guess = f", did you mean {close[0]}?" if close and isinstance(said, str) else ""
         return f"{key.path} is {show(value)}, not one of {', '.join(map(str, key.choices))}{guess}"
+    if isinstance(value, str):
+        return ""
     low = (key.minimum is not None and value < key.minimum) or (key.above is not None and value <= key.above)
     high = (key.maximum is not None and value > key.maximum) or (key.below is not None and value >= key.below)
     return f"{key.path} is {show(value)}, it must be {_limits(key)}" if low or high else ""
@@ -332,7 +347,6 @@ def _older_dtype(look: Look, path: tuple[str, ...], value: Any) -> tuple[Edit, .
 def impossible(look: Look) -> Iterator[Raw]:
     """Numbers that the table has no limit for and that nothing can be done with."""
     numbers = {
-        ("gradient_clipping",): "below 0",
         ("optimizer", "params", "lr"): "below 0",
         ("optimizer", "params", "weight_decay"): "below 0",
         ("optimizer", "params", "eps"): "below 0",

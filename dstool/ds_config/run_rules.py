@@ -223,6 +223,30 @@ def adagrad(look: Look) -> Iterator[Raw]:
         yield Raw("contradiction", _TYPE, words, told, mend)
 
 
+# accelerate 1.15 utils/deepspeed.py `map_pytorch_optim_to_deepspeed`: what each of these becomes is the same
+# optimizer; any other becomes Adam.
+_MAPPED: Final = (
+    "adamw_torch",
+    "adamw_apex_fused",
+    "adamw_anyprecision",
+    "adagrad",
+    "lion_32bit",
+    "paged_lion_32bit",
+)
+
+
+def replaced(look: Look) -> Iterator[Raw]:
+    """An optimizer of Trainer's own that accelerate puts DeepSpeed's Adam in the place of."""
+    optim = str((look.around.train or {}).get("optim", "adamw_torch"))
+    kept = optim.startswith(_MAPPED) or look.get("zero_force_ds_cpu_optimizer") is False
+    if not look.offloads or look.stage == 0 or kept or isinstance(look.get("optimizer"), dict):
+        return
+    path = ("zero_optimization", "offload_optimizer", "device")
+    words = f"with the optimizer off the device, Adam silently takes the place of train.optim {optim}"
+    told = "the run trains with another optimizer than it says"
+    yield Raw("contradiction", path, words, told, 'add "zero_force_ds_cpu_optimizer": false')
+
+
 def lamb(look: Look) -> Iterator[Raw]:
     """What FusedLamb, a GPU kernel, does not go with (runtime/engine.py)."""
     if str(look.get(*_TYPE)).lower() != "lamb":
@@ -480,6 +504,7 @@ RULES: Final[tuple[Rule, ...]] = (
     batch,
     optimizer,
     adagrad,
+    replaced,
     lamb,
     untested,
     optimizer_params,

@@ -18,9 +18,9 @@ from dstool.launch import free_port
 WORKER = Path(__file__).with_name("make_checkpoint.py")
 
 
-def run_ranks(folder: Path, jobs: tuple[str, ...], timeout: float | None) -> None:
-    """Run the worker in two ranks; on a timeout end its process group."""
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+def run_ranks(folder: Path, jobs: tuple[str, ...], timeout: float | None, *, ranks: int = 2) -> None:
+    """Run the worker in so many ranks; on a timeout end its process group."""
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
     argv = [*launcher, "--master_port", str(free_port()), str(WORKER), str(folder), *jobs]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     log = folder / "log.txt"
@@ -49,6 +49,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one folder per job: checkpoint-2 (z2_bf16 and z3_bf16 also -4) and live-2.pt."""
     folder = tmp_path_factory.mktemp("zero")
     run_ranks(folder, JOBS, timeout=300)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def made_by_three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`made`, by three ranks: no size of `Odd` divides by three."""
+    folder = tmp_path_factory.mktemp("three")
+    run_ranks(folder, ("z1_bf16_frozen", "z2_fp32", "z3_groups", "z3_bf16_frozen"), timeout=300, ranks=3)
     return folder
 
 

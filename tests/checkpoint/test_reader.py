@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -50,6 +51,16 @@ def test_equals_the_live_masters(made: Path, job: str, step: int) -> None:
     first, second = TIED["Llama" if "lm_head.weight" in weights else "Odd"]
     assert weights.tied == {second: first}
     assert second not in weights.entries
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["z1_bf16_frozen", "z2_fp32", "z3_groups", "z3_bf16_frozen"])
+def test_three_ranks(made_by_three: Path, job: str) -> None:
+    checkpoint = find(made_by_three / job)
+    assert checkpoint.world_size == 3
+    assert_same(gathered(checkpoint), live(made_by_three, job))
+    assert_same(assemble.fp32_state_dict(checkpoint), gathered(checkpoint))
 
 
 @pytest.mark.distributed
@@ -281,3 +292,42 @@ def test_k22_a_real_run_on_nvme(made_on_nvme: Path) -> None:
     names = {file.name for file in checkpoint.swap_folder(1).glob("[0-9]*.swp")}
     assert len(names) == 3, "three groups of one parameter each, two of them of one size"
     assert_same(gathered(checkpoint), live(made_on_nvme, "z3_nvme"))
+
+
+# --- universal checkpoints -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def universal(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The universal form of a job's checkpoint, made by DeepSpeed's own tool."""
+
+    def convert(job: str) -> Path:
+        folder = tmp_path_factory.mktemp("universal") / "global_step2_universal"
+        source = made / job / "checkpoint-2" / "global_step2"
+        argv = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(source)]
+        workers = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+        subprocess.run(
+            [*argv, "--output_folder", str(folder), *workers],
+            env=environment,
+            check=True,
+            capture_output=True,
+        )
+        return folder
+
+    return convert
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("job", ["z2_fp32", "z3_fp32", "z3_bf16"])
+def test_a_universal_checkpoint_holds_the_same(
+    made: Path, universal: Callable[[str], Path], job: str
+) -> None:
+    folder = universal(job)
+    for place in (folder, folder.parent):
+        checkpoint = find(place)
+        assert checkpoint.universal
+        assert_same(gathered(checkpoint), live(made, job))
+    (folder / "zero" / next(iter(of_checkpoint(checkpoint).entries)) / "fp32.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"fp32\.pt cannot be read"):
+        of_checkpoint(find(folder))

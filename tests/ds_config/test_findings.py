@@ -478,6 +478,34 @@ VALUES = [
         "wrong-value",
         "checkpoint.tag_validation",
     ),
+    top_case("log_level loud", "log_level", "loud", "wrong-value", "not one of debug, info"),
+    zero_case(
+        "zenflow never updates",
+        {"zenflow": {"update_interval": 0}},
+        "wrong-value",
+        "zenflow.update_interval",
+        "at least 1",
+    ),
+    case(
+        "steps of 0 in the range test",
+        text_of(scheduler={"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}),
+        "wrong-value",
+        "scheduler.params.lr_range_test_step_size",
+        "at least 1",
+    ),
+    case(
+        "a type that JSON cannot write",
+        text_of(tensor_parallel={"dtype": "bf16"}),
+        "wrong-type",
+        "tensor_parallel.dtype",
+    ),
+    case(
+        "experts in no group",
+        text_of(expert_parallel={"enabled": True, "num_limited_groups": 0}),
+        "wrong-value",
+        "expert_parallel.num_limited_groups",
+        "at least 1",
+    ),
     case(
         "lr as text",
         text_of(optimizer=adam(lr="5e-5")),
@@ -1055,6 +1083,14 @@ AROUND = [
         around=Circumstances(train={"lr_scheduler_type": "cosine"}),
     ),
     case(
+        "Trainer's SGD, offloaded",
+        text_of(2, {"offload_optimizer": CPU}),
+        "contradiction",
+        f"{ZERO}.offload_optimizer.device",
+        "Adam silently takes the place of train.optim sgd",
+        around=Circumstances(train={"optim": "sgd"}),
+    ),
+    case(
         "Lamb off the GPU",
         text_of(
             2,
@@ -1186,6 +1222,21 @@ def test_known_names_and_comments_are_fine():
     assert found(text_of(zero={"allgather_bucket_size": 5e8, "allgather_partitions": True})) == ()
     assert found(text_of(3, {"offload_param": {"device": "none"}})) == ()
     assert found(text_of(optimizer={"type": "adamw", "params": {"lr": AUTO}})) == ()
+
+
+@pytest.mark.parametrize(
+    "key", [key for key in keys.keys().values() if key.any_case], ids=lambda key: key.path
+)
+def test_a_value_that_is_read_in_any_case_is_fine_in_any(key):
+    for said in (str.lower, str.upper, str.capitalize):
+        block = said(str(key.choices[0]))
+        for name in reversed(key.path.split(".")):
+            block = {name: block}
+        assert not found(text_of(**block))
+
+
+def test_a_text_where_a_limited_number_may_stand_is_no_traceback():
+    assert not found(text_of(zero={"zenflow": {"update_interval": "often"}}))
 
 
 def test_a_batch_that_fits_is_fine():
@@ -1414,3 +1465,18 @@ def test_a_deepspeed_that_still_has_one_bit_adam_may_run_it(version):
 def test_a_pinned_batch_that_any_ranks_may_share_is_no_finding(part):
     assert found(text_of(train_batch_size=16, **part)) == ()
     assert found(text_of(train_batch_size=16, **part), Circumstances(world_size=2)) == ()
+
+
+@pytest.mark.parametrize(
+    ("optim", "more"),
+    [
+        ("adamw_torch_fused", {}),
+        ("adagrad", {}),
+        ("sgd", {"zero_force_ds_cpu_optimizer": False}),
+        ("sgd", {"optimizer": {"type": "AdamW", "params": {"lr": AUTO}}}),
+    ],
+)
+def test_an_offloaded_optimizer_that_stays_what_it_is_is_no_contradiction(optim, more):
+    text = text_of(2, {"offload_optimizer": CPU}, **more)
+    findings = found(text, Circumstances(train={"optim": optim}))
+    assert [each for each in findings if each.rule == "contradiction"] == []

@@ -1,0 +1,201 @@
+"""Say what a checkpoint holds, what it lacks, and what can be made of it. Reads no tensor data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dstool.checkpoint import layout, reader
+from dstool.checkpoint.layout import ZeroCheckpoint
+from dstool.checkpoint.reader import Entry, Weights
+from dstool.errors import CheckpointError
+from dstool.files import typed
+
+TRAINERS_FILES = ("trainer_state.json",)
+PRECISIONS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
+
+
+@dataclass(frozen=True)
+class Count:
+    """Tensors of one kind: how many, their elements, and their bytes as they are stored."""
+
+    tensors: int
+    elements: int
+    bytes: int = field(metadata={"unit": "bytes"})
+
+
+@dataclass(frozen=True)
+class InspectResult:
+    """What is known of a checkpoint. Where `problem` is there, the rest is what could be found out."""
+
+    checkpoint: Path
+    tags: tuple[str, ...]
+    latest: str | None
+    problem: str | None
+    hint: str | None
+    stage: int | None = None
+    world_size: int | None = None
+    step: int | None = None
+    deepspeed_version: str | None = None
+    precision: str | None = None
+    """Of the model; the masters are in fp32."""
+    optimizer: str | None = None
+    nvme: bool = False
+    trained: Count | None = None
+    frozen: Count | None = None
+    buffers: Count | None = None
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Further names of a tensor, with the first."""
+    files: Mapping[str, int] = field(default_factory=dict)
+    """The bytes of each file of the tag folder."""
+    bytes: int = field(default=0, metadata={"unit": "bytes"})
+    consolidates: str = ""
+    merges: str = ""
+    resumes: str = ""
+
+
+def inspect(path: Path, *, tag: str | None = None) -> InspectResult:
+    """Look at the checkpoint at `path`, of any level that `layout.find` takes.
+
+    What is missing or damaged is in the result, as its `problem`.
+
+    Raises:
+        CheckpointError: there is nothing of a checkpoint at all.
+    """
+    root, found, problem = _found(path, tag)
+    tags, latest = layout.tags(root)
+    files = _files(found.folder if found else root / (tag or latest or ""))
+    base: dict[str, Any] = {
+        "checkpoint": root.resolve(),
+        "tags": tags,
+        "latest": latest,
+        "problem": problem.message if problem else None,
+        "hint": problem.hint if problem else None,
+        "files": files,
+        "bytes": sum(files.values()),
+    }
+    if found is None:
+        return InspectResult(**base)
+    try:
+        weights = reader.of_checkpoint(found)
+    except CheckpointError as error:
+        return InspectResult(**{**base, "problem": error.message, "hint": error.hint}, **_head(found))
+    return InspectResult(**base, **_head(found), **_content(weights), **_uses(found))
+
+
+def _found(path: Path, tag: str | None) -> tuple[Path, ZeroCheckpoint | None, CheckpointError | None]:
+    """The checkpoint and its folder, and what is wrong with it."""
+    try:
+        found = layout.find(path, tag=tag)
+    except CheckpointError as error:
+        root = layout.root_of(path)
+        if root is None:
+            raise
+        return root, None, error
+    return found.root, found, None
+
+
+def _files(folder: Path) -> dict[str, int]:
+    if not folder.is_dir():
+        return {}
+    found = sorted((each for each in folder.rglob("*") if each.is_file()), key=str)
+    return {str(each.relative_to(folder)): each.stat().st_size for each in found}
+
+
+def _head(found: ZeroCheckpoint) -> dict[str, Any]:
+    model = layout.read(found.model_files[0])
+    types = Counter(
+        ref.dtype for ref in model["module"].values() if getattr(ref, "dtype", None) in PRECISIONS
+    )
+    config = model.get("ds_config")
+    block = config.get("optimizer") if isinstance(config, Mapping) else None
+    return {
+        "stage": found.stage,
+        "world_size": found.world_size,
+        "step": found.step,
+        "deepspeed_version": found.deepspeed_version,
+        "precision": PRECISIONS[types.most_common(1)[0][0]] if types else None,
+        "optimizer": str(block["type"]) if isinstance(block, Mapping) and "type" in block else None,
+        "nvme": found.nvme,
+    }
+
+
+def _content(weights: Weights) -> dict[str, Any]:
+    entries = weights.entries.values()
+    return {
+        "trained": _count([each for each in entries if each.kind == "trained"]),
+        "frozen": _count([each for each in entries if each.kind == "frozen"]),
+        "buffers": _count([each for each in entries if each.kind == "buffer"]),
+        "tied": dict(weights.tied),
+    }
+
+
+def _count(entries: Sequence[Entry]) -> Count:
+    return Count(len(entries), sum(each.numel for each in entries), sum(each.nbytes for each in entries))
+
+
+def _uses(found: ZeroCheckpoint) -> dict[str, Any]:
+    config = any((folder / "config.json").is_file() for folder in (found.root, found.root.resolve().parent))
+    lacks = [name for name in TRAINERS_FILES if not (found.root / name).is_file()]
+    resumes = f"with {layout.ranks(found.world_size)}; with another number by a universal checkpoint"
+    if found.stage == 0:
+        resumes = "with any number of ranks"
+    return {
+        "consolidates": "yes"
+        if found.stage
+        else "yes: the weights of the model itself, as there are no masters",
+        "merges": "yes" if config else "no: neither it nor the folder above it has a config.json",
+        "resumes": f"no: it has no {lacks[0]}" if lacks else resumes,
+    }
+
+
+def show(result: InspectResult, name: str) -> Iterator[str]:
+    """The lines that a terminal shows."""
+    from dstool.console import human_bytes
+
+    yield name
+    rows: list[tuple[str, str]] = [("tags", _tags(result))]
+    if result.stage is not None:
+        where = " (optimizer on NVMe)" if result.nvme else ""
+        rows += [
+            ("stage", f"{result.stage}{where}"),
+            ("world size", str(result.world_size)),
+            ("step", str(result.step)),
+            ("precision", result.precision or "unknown"),
+            ("optimizer", result.optimizer or "not in the JSON"),
+            ("deepspeed", result.deepspeed_version or "unknown"),
+        ]
+    for title, count in (("trained", result.trained), ("frozen", result.frozen), ("buffers", result.buffers)):
+        if count is not None and count.tensors:
+            size = human_bytes(count.bytes)
+            rows.append((title, f"{count.elements:,} elements in {count.tensors} tensors, {size}"))
+    if result.tied:
+        rows.append(("tied", ", ".join(f"{alias} = {first}" for alias, first in result.tied.items())))
+    rows.append(("files", f"{len(result.files)}, {human_bytes(result.bytes)}"))
+    if result.problem:
+        rows.append(("problem", result.problem))
+    else:
+        rows += [
+            ("consolidates", result.consolidates),
+            ("merges", result.merges),
+            ("resumes", result.resumes),
+        ]
+    rows.append(("next", _next(result, name)))
+    width = max(len(title) for title, _ in rows)
+    yield from (f"  {title:<{width}}  {text}" for title, text in rows if text)
+
+
+def _tags(result: InspectResult) -> str:
+    shown = (f"{tag} (latest)" if tag == result.latest else tag for tag in result.tags)
+    return ", ".join(shown) or "none"
+
+
+def _next(result: InspectResult, name: str) -> str:
+    if result.problem:
+        return result.hint or ""
+    if result.merges == "yes":
+        return f"dstool merge --input-dir {typed(name)} --output-dir DIR"
+    return f"dstool consolidate {typed(name)}"

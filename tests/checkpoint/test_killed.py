@@ -1,0 +1,127 @@
+"""A consolidate that is ended at any moment leaves nothing half-written under the final name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from altered import hand_made
+from safetensors.torch import load_file
+
+from dstool.errors import EnvironmentUnfit
+
+COMMAND = [sys.executable, "-m", "dstool", "consolidate"]
+
+
+def start(checkpoint: Path, target: Path, *more: str) -> subprocess.Popen[Any]:
+    """The command in a process of its own, and in a session of its own."""
+    argv = [*COMMAND, str(checkpoint), "-o", str(target), *more]
+    return subprocess.Popen(
+        argv, cwd=target.parent, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+
+
+def mount(folder: Path, size: str) -> None:
+    """A disk in memory of that size."""
+    argv = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+    if subprocess.run(argv, check=False).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """A checkpoint of 120 MB of fp32, by three ranks, and its weight."""
+    weight = torch.randn(30_000_000, generator=torch.Generator().manual_seed(3)).view(-1, 1000)
+    folder = tmp_path_factory.mktemp("large") / "체크 포인트-7"
+    return hand_made(folder, weight, ranks=3), weight
+
+
+def test_it_is_whole_or_not_there_after_kill_9_at_any_moment(
+    large: tuple[Path, torch.Tensor], tmp_path: Path
+) -> None:
+    checkpoint, weight = large
+    moments, finished = random.Random(11), 0
+    for _ in range(12):
+        target = tmp_path / "out"
+        process = start(checkpoint, target, "--force", "--dtype", "bf16")
+        time.sleep(moments.uniform(0.1, 0.9))
+        process.kill()
+        process.communicate()
+        if target.exists():
+            finished += 1
+            assert torch.equal(load_file(target / "model.safetensors")["w"], weight.bfloat16())
+    process = start(checkpoint, tmp_path / "out", "--force")
+    assert process.wait() == 0, process.communicate()[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "what the killed ones left is gone"
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")["w"], weight)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_nothing_behind(
+    number: int, code: int, large: tuple[Path, torch.Tensor], tmp_path: Path
+) -> None:
+    process = start(large[0], tmp_path / "out", "--dtype", "fp16")
+    deadline = time.monotonic() + 20
+    while not list(tmp_path.glob(".tmp-*")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(number)
+    process.communicate()
+    if process.returncode == 0:
+        pytest.skip("it was done before the signal came")
+    assert process.returncode in (code, -number)
+    if number == signal.SIGINT:
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
+@pytest.mark.parametrize("size", ["60m", "110m"])
+def test_a_full_disk_is_one_line_and_nothing_is_left(
+    size: str, large: tuple[Path, torch.Tensor], tmp_path: Path
+) -> None:
+    disk = tmp_path / "small"
+    disk.mkdir()
+    mount(disk, size)
+    try:
+        process = start(large[0], disk / "out")
+        _, errors = process.communicate()
+        assert process.returncode == EnvironmentUnfit.exit_code, errors
+        said = [line for line in errors.decode().splitlines() if line.startswith("error: ")]
+        assert len(said) == 1
+        assert "GB free" in said[0]
+        assert "Traceback" not in errors.decode()
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=False)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
+def test_another_file_system_gets_the_same(large: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
+    disk = tmp_path / "other"
+    disk.mkdir()
+    mount(disk, "300m")
+    try:
+        assert start(large[0], disk / "out", "--verify").wait() == 0
+        assert torch.equal(load_file(disk / "out/model.safetensors")["w"], large[1])
+    finally:
+        subprocess.run(["umount", str(disk)], check=False)
+
+
+def test_memory_does_not_grow_with_the_model(large: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
+    """120 MB of weights, of which a process that held them would show at least as much."""
+    for dtype in ("fp32", "bf16"):
+        process, peak = start(large[0], tmp_path / dtype, "--dtype", dtype), 0
+        while process.poll() is None:
+            with contextlib.suppress(OSError, IndexError):  # it has just ended
+                status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+                peak = max(peak, int(status.split("VmHWM:")[1].split()[0]) * 1024)
+        assert process.returncode == 0
+        assert 10e6 < peak < 100e6
