@@ -300,9 +300,7 @@ def prove(folder: Path, weights: Weights, whole: models.ModelFolder) -> None:
     }
     shapes = {name: tuple(value.shape) for name, value in expected.items()}
     mismatched = {
-        name
-        for name, entry in weights.entries.items()
-        if name in shapes and entry.shape != shapes[name]
+        name for name, entry in weights.entries.items() if name in shapes and entry.shape != shapes[name]
     }
     models.check_loading(
         folder,

@@ -608,6 +608,12 @@ def merge(
         ),
     ] = None,
     max_shard_size: ShardOpt = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="Of a LoRA adapter: the model it is added to. Default: what it names.")
+    ] = None,
+    keep_adapter: Annotated[
+        bool, typer.Option("--keep-adapter", help="Of a LoRA adapter: write it, not the sum.")
+    ] = False,
     config: ConfigOpt = None,
     force: ReplaceOpt = False,
     as_json: JsonOpt = False,
@@ -638,6 +644,8 @@ def merge(
             zero_stage=zero_stage,
             dtype=section.dtype,
             max_shard_size=section.max_shard_size,
+            base_model=base_model,
+            keep_adapter=keep_adapter,
             force=force,
             progress=BytesProgress(),
         )

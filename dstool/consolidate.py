@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dstool import files
-from dstool.checkpoint import companions, layout, reader, writer
+from dstool.checkpoint import companions, layout, lora, reader, writer
 from dstool.checkpoint.reader import Entry, Weights
 from dstool.checkpoint.stream import Progress
 from dstool.config import ConsolidateDtype, Engine, FileFormat
@@ -89,6 +90,9 @@ def consolidate(
     where = (found.folder, found.stage, layout.ranks(found.world_size), found.step)
     logger.info("gathering %s: ZeRO stage %d, %s, step %d", *where)
     weights = _without_frozen(reader.of_checkpoint(found)) if exclude_frozen else reader.of_checkpoint(found)
+    adapter = (found.root / lora.ADAPTER_CONFIG).is_file()
+    if adapter:
+        weights = lora.peft_names(weights)
     stored = writer.DTYPES.get(dtype)
     if dry_run:
         written = _planned(
@@ -106,9 +110,13 @@ def consolidate(
             dtype=stored,
             max_shard_size=max_shard_size,
             file_format=file_format,
+            adapter=adapter,
             progress=progress,
         )
         companions.copy(found.root, temporary)
+        if adapter:  # which peft loads; the base model's config lies in the run's folder alone
+            companions.fill(found.root.resolve().parent, temporary)
+            shutil.copyfile(found.root / lora.ADAPTER_CONFIG, temporary / lora.ADAPTER_CONFIG)
         if (temporary / "config.json").is_file():
             companions.set_dtype(temporary, stored or _coarsest(weights))
         if verify:

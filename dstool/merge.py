@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from dstool import files, models
-from dstool.checkpoint import companions, layout, reader, writer
+from dstool import adapters, files, models
+from dstool.checkpoint import companions, layout, lora, reader, writer
 from dstool.checkpoint.pickles import TORCH_NAMES, DType
 from dstool.checkpoint.reader import Weights
 from dstool.checkpoint.stream import Progress
@@ -47,6 +49,8 @@ def merge(
     zero_stage: int | None = None,
     dtype: Dtype | None = None,
     max_shard_size: str = "5GB",
+    base_model: str | None = None,
+    keep_adapter: bool = False,
     force: bool = False,
     progress: Progress | None = None,
 ) -> MergeResult:
@@ -59,6 +63,8 @@ def merge(
         zero_stage: the stage that the checkpoint is of, where the caller wants that checked. It changes
             nothing else.
         dtype: of the weights; by default that of the model's config, which is what it was trained in.
+        base_model: what a LoRA adapter is added to, in place of what its adapter_config.json names.
+        keep_adapter: write the adapter itself, not the model that it makes of its base.
         force: replace the model that is in `output_dir`.
 
     Raises:
@@ -73,21 +79,26 @@ def merge(
         raise ConfigError(f"{output_dir} is the input folder, or holds it", hint="name another --output-dir")
     layout.refuse_inside(output_dir, "name another --output-dir")
     files.refuse_replacing(output_dir, (*companions.COMPANIONS, *writer.WEIGHT_PATTERNS), force=force)
-    home, weights = _read(input_dir, zero_stage, dtype)
-    folder = models.open_folder(home)
-    weights = models.fit(weights, folder)
-    wanted = writer.DTYPES[dtype or _trained_dtype(folder)]
+    plan = _planned(input_dir, zero_stage, dtype, base_model, keep_adapter=keep_adapter)
+    wanted = writer.DTYPES[dtype or _trained_dtype(plan.folder)]
     with files.new_folder(output_dir, force=force) as temporary:
-        companions.copy(home, temporary)
-        companions.set_dtype(temporary, wanted)
+        _write_companions(plan, temporary, wanted)
         written = writer.write_weights(
-            weights, temporary, dtype=wanted, max_shard_size=max_shard_size, progress=progress
+            plan.weights,
+            temporary,
+            dtype=wanted,
+            max_shard_size=max_shard_size,
+            adapter=keep_adapter,
+            progress=progress,
         )
-        models.prove_loadable(models.open_folder(temporary), input_dir)
+        if keep_adapter:
+            adapters.prove(temporary, plan.weights, plan.folder)
+        else:
+            models.prove_loadable(models.open_folder(temporary), input_dir)
     return MergeResult(
         output_dir=output_dir.resolve(),
         source=input_dir.resolve(),
-        architecture=(folder.config.architectures or ["?"])[0],
+        architecture=(plan.folder.config.architectures or ["?"])[0],
         files=written.files,
         tensors=written.tensors,
         parameters=written.parameters,
@@ -97,12 +108,76 @@ def merge(
     )
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What is written: the weights, the model that they are of, and what lies beside them."""
+
+    weights: Weights
+    folder: models.ModelFolder
+    home: Path
+    """The folder with the config and tokenizer."""
+    base: Path | None = None
+    """Of an adapter: the base model, which has what `home` lacks."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Values of config.json that are other ones then."""
+    keep_adapter: bool = False
+
+
+def _planned(
+    input_dir: Path, zero_stage: int | None, dtype: Dtype | None, base: str | None, *, keep_adapter: bool
+) -> _Plan:
+    adapter = _adapter(input_dir, zero_stage)
+    if adapter is not None:
+        return _planned_adapter(*adapter, base, keep_adapter=keep_adapter)
+    for given, flag in ((base, "--base-model"), (keep_adapter, "--keep-adapter")):
+        if given:
+            raise ConfigError(
+                f"{input_dir} holds no adapter, and {flag} is for one", hint=f"leave {flag} out"
+            )
+    home, weights = _read(input_dir, zero_stage, dtype)
+    folder = models.open_folder(home)
+    return _Plan(models.fit(weights, folder), folder, home)
+
+
+def _adapter(input_dir: Path, zero_stage: int | None) -> tuple[Path, Weights] | None:
+    """The folder and the weights of the adapter in `input_dir`, or in a checkpoint; None without one."""
+    if models.is_adapter(input_dir) and not (input_dir / layout.LATEST).exists():
+        if zero_stage is not None:
+            _of_stage(layout.find(input_dir), zero_stage)
+        return input_dir, reader.untied(reader.of_file(input_dir / layout.ADAPTER_FILE))
+    if models.has_weights(input_dir) or not layout.is_zero(input_dir):
+        return None
+    found = _of_stage(layout.find(input_dir), zero_stage)
+    if not models.is_adapter(found.root):
+        return None
+    return found.root, lora.peft_names(reader.of_checkpoint(found))
+
+
+def _planned_adapter(home: Path, weights: Weights, named: str | None, *, keep_adapter: bool) -> _Plan:
+    adapter = lora.of_weights(home, weights)
+    base = adapters.base_folder(named, adapter.settings, home)
+    folder, changes = adapters.model_of(home, base, adapter)
+    if keep_adapter:
+        return _Plan(weights, folder, home, base, changes, keep_adapter=True)
+    summed, more = adapters.fold(base, adapter, folder)
+    return _Plan(summed, folder, home, base, {**changes, **more})
+
+
+def _write_companions(plan: _Plan, target: Path, dtype: DType) -> None:
+    """Config, tokenizer and the like; of an adapter that is kept also its own settings."""
+    companions.copy(plan.home, target)
+    if plan.base is not None:
+        companions.fill(plan.base, target)
+    if plan.keep_adapter:
+        shutil.copyfile(plan.home / lora.ADAPTER_CONFIG, target / lora.ADAPTER_CONFIG)
+    companions.set_values(target, plan.changes)
+    companions.set_dtype(target, dtype)
+
+
 def _read(input_dir: Path, zero_stage: int | None, dtype: Dtype | None) -> tuple[Path, Weights]:
     """The folder with the config and tokenizer, and the weights of the model in `input_dir`."""
-    models.refuse_adapter(input_dir, "merging")
     if not models.has_weights(input_dir) or (input_dir / layout.LATEST).exists():
         found = _of_stage(layout.find(input_dir), zero_stage)
-        models.refuse_adapter(found.root, "merging")
         return _home(found), reader.of_checkpoint(found)
     if zero_stage is not None:
         _of_stage(layout.find(input_dir), zero_stage)

@@ -51,8 +51,10 @@ LAYERS = (
         "dstool.checkpoint.writer",
         "dstool.checkpoint.verify",
         "dstool.checkpoint.companions",
+        "dstool.checkpoint.lora",
         "dstool.checkpoint.assemble",
         "dstool.models",
+        "dstool.adapters",
     ),
     (
         "dstool.init_config",

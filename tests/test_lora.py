@@ -112,17 +112,52 @@ def test_an_adapter_and_a_whole_model_do_not_lie_in_one_folder(
     assert not list(adapter.glob("model*"))
 
 
-def test_what_cannot_be_done_with_an_adapter_yet_is_said_in_one_line(adapter: Path, here: Path) -> None:
-    for source in (adapter, adapter / "checkpoint-1"):
-        with pytest.raises(ModelError, match=r"holds a LoRA adapter, .* merging one is not supported yet"):
-            merge(source, here / "merged")
+@pytest.mark.parametrize("source", [".", "checkpoint-1"])
+def test_m02_an_adapter_is_folded_into_its_base_as_peft_does_it(
+    source: str, adapter: Path, here: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    result = merge(adapter / source, here / "merged", dtype="fp32")
+    loaded = AutoModelForSequenceClassification.from_pretrained(here / "merged")
+    base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    labels = loaded.config.num_labels
+    whole = AutoModelForSequenceClassification.from_pretrained(base, num_labels=labels)
+    expected = PeftModel.from_pretrained(whole, adapter / source).merge_and_unload().state_dict()
+    found = loaded.state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value.float(), rtol=1e-5, atol=1e-5)
+    assert result.tensors >= len(expected) - 1
+    assert not list((here / "merged").glob("adapter*"))
+    assert infer(TEXTS, load().config, model=here / "merged").predictions
+
+
+def test_an_adapter_can_be_kept(adapter: Path, here: Path) -> None:
+    merge(adapter, here / "kept", keep_adapter=True, dtype="bf16")
+    names = load_file(here / "kept/adapter_model.safetensors")
+    assert names.keys() == load_file(adapter / "adapter_model.safetensors").keys()
+    assert {value.dtype for value in names.values()} == {torch.bfloat16}
+    assert infer(TEXTS, load().config, model=here / "kept").predictions
+
+
+def test_a_base_model_that_does_not_fit_is_named(
+    adapter: Path, tiny: Callable[..., Path], here: Path
+) -> None:
+    with pytest.raises(ModelError, match="does not fit the base model"):
+        merge(adapter, here / "merged", base_model=str(tiny("bert", hidden_size=16)))
     assert not (here / "merged").exists()
 
 
-def test_k14_the_weights_of_an_adapters_checkpoint_are_the_adapters_alone(adapter: Path) -> None:
-    result = consolidate(adapter)
-    names = load_file(result.output_dir / "model.safetensors")
-    assert len(names) == result.tensors == len(load_file(adapter / "adapter_model.safetensors"))
+def test_k14_a_checkpoint_of_an_adapter_becomes_the_adapter(adapter: Path) -> None:
+    result = consolidate(adapter / "checkpoint-1")
+    assert result.files == ("adapter_model.safetensors",)
+    final = load_file(adapter / "checkpoint-1/adapter_model.safetensors")
+    found = load_file(result.output_dir / "adapter_model.safetensors")
+    assert found.keys() == final.keys()
+    assert all(torch.equal(found[name].to(final[name].dtype), final[name]) for name in final)
+    assert infer(TEXTS, load().config, model=result.output_dir).predictions
 
 
 def test_an_adapter_without_its_base_model_is_refused(

@@ -13,8 +13,6 @@ from dstool.checkpoint.pickles import TORCH_NAMES
 from dstool.errors import ModelError
 
 TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model")
-NOTE = "dstool.json"
-"""What a merged folder says of the run that its weights are from, for `infer`."""
 COMPANIONS = (
     "config.json",
     "generation_config.json",
@@ -22,8 +20,6 @@ COMPANIONS = (
     "*processor_config.json",
     *TOKENIZER_FILES,
     "*.py",
-    "README.md",
-    NOTE,
 )
 _GROUPS = (
     ("config.json", "*.py"),

@@ -109,9 +109,7 @@ def peft_names(weights: Weights) -> Weights:
     In training, peft's names have the adapter's own in them: `...q_proj.lora_A.default.weight`.
     """
     named = {_peft_name(name): weights.entry(name) for name in weights}
-    return Weights(
-        {name: replace(entry, name=name) for name, entry in named.items()}, {}, weights.checkpoint
-    )
+    return Weights({name: replace(entry, name=name) for name, entry in named.items()}, {}, weights.checkpoint)
 
 
 def _peft_name(name: str) -> str:
@@ -142,9 +140,7 @@ def of_weights(folder: Path, weights: Weights) -> Adapter:
             replaced[plain] = replace(entry, name=plain)
     for module, pair in parts.items():
         _check_pair(folder, module, pair)
-    updates = {
-        module: Update(pair["A"], pair["B"], module in embeddings) for module, pair in parts.items()
-    }
+    updates = {module: Update(pair["A"], pair["B"], module in embeddings) for module, pair in parts.items()}
     return Adapter(folder, settings, updates, replaced)
 
 

@@ -65,8 +65,8 @@ def write_weights(
     """Write the entries of `weights` into `folder`, which exists and should be a temporary one.
 
     Floating tensors are cast to `dtype`, or kept with None. A tensor above `max_shard_size` (such as "5GB",
-    powers of 1000) gets a file of its own. An adapter is one file, whatever its size: peft reads no shards. No
-    tensor is ever in memory whole.
+    powers of 1000) gets a file of its own. An adapter is one file, whatever its size: peft reads no shards.
+    No tensor is ever in memory whole.
 
     Raises:
         ConfigError: `max_shard_size` is no size.
