@@ -16,6 +16,7 @@ from dstool.checkpoint.reader import Entry, Weights
 from dstool.checkpoint.stream import Progress
 from dstool.config import ConsolidateDtype, Engine, FileFormat
 from dstool.errors import ConfigError
+from dstool.launch import ends_with_clean_up
 
 logger = logging.getLogger("dstool.consolidate")
 
@@ -95,12 +96,12 @@ def consolidate(
         weights = lora.peft_names(weights)
     stored = writer.DTYPES.get(dtype)
     if dry_run:
-        written = _planned(
-            weights, target, writer.split(list(weights.entries.values()), stored, limit, file_format)
-        )
+        written = writer.planned(weights, target, stored, limit, file_format)
         return _result(found, target, written, dtype, started, plan=tuple(weights.entries.values()))
     proof = None
     with (
+        ends_with_clean_up(),
+        writer.refusals_named(target),
         files.new_folder(target, force=force) as temporary,
         _put_together(weights, engine, temporary) as source,
     ):
@@ -178,17 +179,6 @@ def _coarsest(weights: Weights) -> str:
         if entry.is_floating:
             counts[entry.dtype] = counts.get(entry.dtype, 0) + entry.numel
     return max(counts, key=lambda dtype: counts[dtype], default="F32")
-
-
-def _planned(weights: Weights, target: Path, shards: dict[str, list[Entry]]) -> writer.Written:
-    entries = weights.entries.values()
-    return writer.Written(
-        target,
-        tuple(shards),
-        tensors=len(entries),
-        parameters=sum(entry.numel for entry in entries if entry.is_floating),
-        bytes=sum(entry.nbytes for entry in entries),
-    )
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -216,7 +217,7 @@ def _visible_indices(gpus: int) -> list[str]:
 def _run_in_session(argv: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run the launcher in a session of its own, ended as a whole when this process is told to end."""
     with (
-        _ends_with_clean_up(),
+        ends_with_clean_up(),
         subprocess.Popen(
             argv, env=environment, stdout=2, stdin=subprocess.DEVNULL, start_new_session=True
         ) as launcher,
@@ -240,14 +241,19 @@ def _end_session(launcher: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _ends_with_clean_up() -> Iterator[None]:
-    """Turn SIGTERM, and the SIGHUP of a lost terminal, into an exit that runs the clean-up."""
+def ends_with_clean_up() -> Iterator[None]:
+    """Turn SIGTERM, and the SIGHUP of a lost terminal, into an exit that runs the clean-up.
+
+    In a thread other than the main one, which alone may handle signals, nothing changes.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     # nohup ignores SIGHUP, and that stays so.
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
     previous = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield

@@ -8,12 +8,14 @@ script's `parse_*_states`, which execute any pickle.
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dstool.checkpoint import writer
 from dstool.checkpoint.layout import ZeroCheckpoint, fp32_groups_key
 from dstool.checkpoint.reader import MIXED_HINT, Entry, Weights, of_file
 from dstool.errors import CheckpointError
@@ -59,8 +61,14 @@ def put_together(weights: Weights, file: Path) -> dict[str, Entry]:
     """
     if weights.checkpoint is None:
         raise CheckpointError("no ZeRO checkpoint", hint="leave --engine out")
-    state = fp32_state_dict(weights.checkpoint)
-    torch.save({name: state[name].clone() for name in weights.entries}, file)
+    try:
+        state = fp32_state_dict(weights.checkpoint)
+    except pickle.UnpicklingError as error:  # torch refuses some names whatever is allowed
+        raise CheckpointError(
+            f"torch does not read {weights.checkpoint.folder}: {str(error).splitlines()[0][:200]}",
+            hint="leave --engine out",
+        ) from error
+    writer.torch_save({name: state[name].clone() for name in weights.entries}, file)
     return of_file(file)
 
 

@@ -446,7 +446,7 @@ def _frozen(checkpoint: ZeroCheckpoint, models: Sequence[Mapping[str, Any]]) -> 
         part = ceil(shape.numel() / ranks)
         sources = list(zip(checkpoint.model_files, models, strict=True))[:ranks]
         fragments = [_fragment(file, model, name, shape, part) for file, model in sources]
-        if ranks == 1:
+        if checkpoint.stage != 3:
             found[name] = entry_of(name, fragments[0], "frozen")
             continue
         _check_flat([*zip(checkpoint.model_files, fragments, strict=False)])

@@ -42,18 +42,17 @@ def verify(weights: Weights, written: Written, dtype: DType | None) -> Verified:
 
     Raises:
         CheckpointError: a tensor is missing, left over, of another shape, type or value; or the masters,
-        rounded,
-            are not the weights that the run kept. Names the tensors.
+            rounded, are not the weights that the run kept. Names the tensors.
     """
     found = _written(written)
-    _same_names(weights, found, dtype)
+    _same_names(weights, found, written.folder, dtype)
     kept = _kept_by_the_run(weights)
     unequal, parted, odd = [], [], []
     for name, entry in weights.entries.items():
         wanted = stored_dtype(entry, dtype)
         if not _equal(entry, found[name], wanted):
             unequal.append(name)
-        if name in kept and not _equal(entry, kept[name], kept[name].dtype):
+        if name in kept and not _equal(entry, kept[name], kept[name].dtype, any_nan=True):
             parted.append(name)
         if entry.is_floating and any(not_finite(chunk, entry.dtype) for chunk in _chunks(entry)):
             odd.append(name)
@@ -77,14 +76,14 @@ def _written(written: Written) -> dict[str, Entry]:
     return entries
 
 
-def _same_names(weights: Weights, found: Mapping[str, Entry], dtype: DType | None) -> None:
-    _refuse(sorted(weights.entries.keys() ^ found.keys()), "is missing or left over", Path())
+def _same_names(weights: Weights, found: Mapping[str, Entry], folder: Path, dtype: DType | None) -> None:
+    _refuse(sorted(weights.entries.keys() ^ found.keys()), "is missing or left over", folder)
     odd = [
         name
         for name, entry in weights.entries.items()
         if (found[name].shape, found[name].dtype) != (entry.shape, stored_dtype(entry, dtype))
     ]
-    _refuse(odd, "has another shape or type", Path())
+    _refuse(odd, "has another shape or type", folder)
 
 
 def _kept_by_the_run(weights: Weights) -> dict[str, Entry]:
@@ -111,12 +110,23 @@ def _kept_by_the_run(weights: Weights) -> dict[str, Entry]:
     }
 
 
-def _equal(entry: Entry, other: Entry, dtype: DType) -> bool:
-    """Whether `entry`, cast to `dtype`, has the bits of `other`."""
+def _equal(entry: Entry, other: Entry, dtype: DType, *, any_nan: bool = False) -> bool:
+    """Whether `entry`, cast to `dtype`, has the bits of `other`; `any_nan`: which NaN it is does not matter.
+
+    Processors differ in the one that they round a NaN to.
+    """
     pairs = zip(_chunks(entry), _chunks(other), strict=True)
     return all(
-        np.array_equal(cast(one, entry.dtype, dtype).view(np.uint8), two.view(np.uint8)) for one, two in pairs
+        _alike(cast(one, entry.dtype, dtype).view(np.uint8), two.view(np.uint8), dtype, any_nan=any_nan)
+        for one, two in pairs
     )
+
+
+def _alike(one: Any, two: Any, dtype: DType, *, any_nan: bool) -> bool:
+    if np.array_equal(one, two) or not any_nan:
+        return np.array_equal(one, two)
+    wide, other = (cast(each, dtype, "F32").view(np.float32) for each in (one, two))
+    return np.array_equal(wide, other, equal_nan=True)
 
 
 def _chunks(entry: Entry) -> Iterator[Any]:

@@ -6,9 +6,10 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dstool import files
 from dstool.checkpoint import layout, pickles, stream
@@ -16,6 +17,9 @@ from dstool.checkpoint.pickles import ITEM_SIZES, DType, TensorRef
 from dstool.checkpoint.reader import Entry, Weights
 from dstool.checkpoint.stream import Progress, Target
 from dstool.errors import CheckpointError, ConfigError, EnvironmentUnfit
+
+if TYPE_CHECKING:
+    import torch
 
 Format = Literal["safetensors", "bin"]
 
@@ -78,24 +82,49 @@ def write_weights(
     _refuse_empty(entries)
     shards = split(entries, dtype, limit, file_format, adapter=adapter)
     check_room(folder, sum(_size(entry, dtype) for entry in entries))
-    try:
+    with refusals_named(folder):
         make = _safetensors if file_format == "safetensors" else _torch_file
         targets = [target for name, shard in shards.items() for target in make(folder / name, shard, dtype)]
         stream.copy(targets, progress)
-    except OSError as error:
-        raise EnvironmentUnfit(
-            f"the weights could not be written to {folder.parent}: {error.strerror}",
-            hint=f"df -h {files.typed(folder.parent)} shows the space there",
-        ) from error
-    written = list(shards)
-    if len(shards) > 1:
-        written.append(_write_index(shards, folder, dtype, file_format))
+        written = list(shards)
+        if len(shards) > 1:
+            written.append(_write_index(shards, folder, dtype, file_format))
     return Written(
         folder,
         tuple(written),
         tensors=len(entries),
         parameters=sum(entry.numel for entry in entries if entry.is_floating),
         bytes=sum((folder / name).stat().st_size for name in written),
+    )
+
+
+@contextmanager
+def refusals_named(target: Path) -> Iterator[None]:
+    """Turn what the system refuses in the block, such as on a full disk, into an `EnvironmentUnfit`."""
+    try:
+        yield
+    except OSError as error:
+        # the disk itself: the folders that were made for the weights are taken away again
+        place = next(each for each in target.resolve().parents if each.is_mount())
+        raise EnvironmentUnfit(
+            f"the weights could not be written to {target.parent}: {error.strerror or error}",
+            hint=f"df -h {files.typed(place)} shows the space there",
+        ) from error
+
+
+def planned(weights: Weights, folder: Path, dtype: DType | None, limit: int, file_format: Format) -> Written:
+    """What `write_weights` would write: all but the bytes of the headers, and of an index."""
+    entries = list(weights.entries.values())
+    _refuse_empty(entries)
+    names = list(split(entries, dtype, limit, file_format))
+    if len(names) > 1:
+        names.append(f"{layout.WEIGHT_FILES[file_format]}{layout.INDEX}")
+    return Written(
+        folder,
+        tuple(names),
+        tensors=len(entries),
+        parameters=sum(entry.numel for entry in entries if entry.is_floating),
+        bytes=sum(_size(entry, dtype) for entry in entries),
     )
 
 
@@ -203,15 +232,22 @@ def _torch_file(file: Path, entries: Sequence[Entry], dtype: DType | None) -> It
             )
             for entry in entries
         }
-    try:
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(state, file)
-    except RuntimeError as error:  # as torch calls a full disk
-        raise OSError(0, " ".join(str(error).split())[:200]) from error
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch_save(state, file)
     content = layout.read(file)
     for entry in entries:
         place: TensorRef = content[entry.name]
         yield Target(entry, file, place.offset, stored_dtype(entry, dtype))
+
+
+def torch_save(state: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Let torch write `state`, with an OSError for what the system refuses."""
+    import torch
+
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:  # as torch calls a full disk
+        raise OSError(0, " ".join(str(error).split())[:200]) from error
 
 
 def _write_index(

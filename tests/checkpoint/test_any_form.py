@@ -1,0 +1,142 @@
+"""Checkpoints of any form against the tensors that they were made of, down to the bits of what is written."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from by_hand import Model, State, save
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from dstool.checkpoint.reader import Weights, open_checkpoint
+from dstool.consolidate import consolidate
+
+STORED: dict[str, torch.dtype | None] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "keep": None,
+}
+OTHERS = (torch.int64, torch.bool, torch.uint8, torch.float32, torch.bfloat16, torch.float64, torch.int32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet() -> Any:
+    logging.getLogger("dstool").setLevel(logging.ERROR)
+    yield
+    logging.getLogger("dstool").setLevel(logging.NOTSET)
+
+
+def shapes(least: int = 0) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(1, 7), min_size=least, max_size=3)
+
+
+@st.composite
+def models(draw: st.DrawFn, stage: int) -> Model:
+    """Parameters of odd sizes in one to three groups, some frozen, some tied, and buffers of any type."""
+    torch.manual_seed(draw(st.integers(0, 99)))
+    kept = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    count = draw(st.integers(1, 3))
+    groups = [
+        {f"층.{index}.w {n}": torch.randn(draw(shapes())) for n in range(draw(st.integers(1, 4)))}
+        for index in range(count)
+    ]
+    frozen = {f"frozen.{n}": torch.randn(draw(shapes(1))).to(kept) for n in range(draw(st.integers(0, 2)))}
+    if stage < 3 and frozen and draw(st.booleans()):
+        frozen = {name: value.transpose(0, -1) for name, value in frozen.items()}  # as DeepSpeed saves it
+    buffers: State = {}
+    for n in range(draw(st.integers(0, 3))):
+        buffers[f"buffer.{n}"] = torch.randint(0, 2, draw(shapes())).to(draw(st.sampled_from(OTHERS)))
+    names = [name for group in groups for name in group]
+    tied = {f"tied.{n}": draw(st.sampled_from(names)) for n in range(draw(st.integers(0, 2)))}
+    model = Model(groups, frozen, buffers, tied, kept)
+    if stage in (1, 2) and draw(st.booleans()):
+        model.paddings = [[draw(st.integers(0, 5)) for _ in group] for group in groups]
+    return model
+
+
+def check_read(weights: Weights, model: Model, stage: int) -> None:
+    """Every tensor, and some of its rows, without a cast."""
+    whole = model.whole
+    if stage == 0:
+        whole |= {name: value.to(model.kept) for name, value in model.trained.items()}
+    assert set(weights) == {*whole, *model.tied}
+    assert weights.tied == model.tied
+    for name in weights:
+        value, found = whole[model.tied.get(name, name)], weights[name]
+        assert (found.dtype, found.shape) == (value.dtype, value.shape), name
+        assert torch.equal(found, value), name
+        if value.ndim:
+            half = len(value) // 2
+            assert torch.equal(weights.rows(name, half, len(value)), value[half:]), name
+
+
+def read_back(folder: Path, written: tuple[str, ...]) -> State:
+    state: State = {}
+    for name in written:
+        if name.endswith(".index.json"):
+            continue
+        file = folder / name
+        part = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+        assert not state.keys() & part.keys()
+        state |= part
+    return state
+
+
+@settings(max_examples=120)
+@given(data=st.data(), stage=st.integers(0, 3), ranks=st.integers(1, 5))
+def test_K_any_checkpoint_is_read_and_written_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, stage: int, ranks: int
+) -> None:
+    model = data.draw(models(stage))
+    here = tmp_path_factory.mktemp("any form", numbered=True)
+    root = save(here / "체크 포인트-7", model, stage, ranks)
+    if stage == 3 and data.draw(st.booleans()):  # as the Trainer gathers them beside it
+        save_file(
+            {name: value.to(model.kept) for name, value in model.trained.items()}, root / "model.safetensors"
+        )
+    weights = open_checkpoint(root)
+    check_read(weights, model, stage)
+
+    dtype = data.draw(st.sampled_from([*STORED]))
+    size = data.draw(st.sampled_from(["5GB", "0.2KB", "0.001KB"]))
+    form: Any = data.draw(st.sampled_from(["safetensors", "bin"]))
+    options: dict[str, Any] = {"dtype": dtype, "max_shard_size": size, "file_format": form}
+    planned = consolidate(root, here / "out", dry_run=True, **options)
+    result = consolidate(root, here / "out", verify=True, **options)
+    assert (planned.files, planned.tensors, planned.parameters) == (
+        result.files,
+        result.tensors,
+        result.parameters,
+    )
+    state = read_back(result.output_dir, result.files)
+    assert state.keys() == model.whole.keys()
+    for name in state:
+        value = weights[name]
+        stored = STORED[dtype] if value.is_floating_point() and STORED[dtype] else value.dtype
+        assert state[name].dtype == stored, name
+        assert torch.equal(state[name], value.to(stored)), name
+    assert planned.bytes == sum(value.nbytes for value in state.values())
+    if len(result.files) > 1:
+        index = json.loads((result.output_dir / result.files[-1]).read_text())
+        assert index["weight_map"].keys() == state.keys()
+
+
+@settings(max_examples=40)
+@given(data=st.data(), stage=st.integers(1, 3), ranks=st.integers(1, 4))
+def test_without_frozen_weights_the_rest_is_the_same(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, stage: int, ranks: int
+) -> None:
+    model = data.draw(models(stage))
+    here = tmp_path_factory.mktemp("frozen", numbered=True)
+    root = save(here / "checkpoint-7", model, stage, ranks)
+    result = consolidate(root, here / "out", exclude_frozen=True)
+    state = read_back(result.output_dir, result.files)
+    assert state.keys() == {*model.trained, *model.buffers}
+    assert all(torch.equal(state[name], value) for name, value in model.trained.items())
