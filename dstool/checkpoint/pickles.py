@@ -375,10 +375,19 @@ class _Reader(pickle.Unpickler):
                 raise ValueError(f"its record {info.filename} has no header")
             lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
             start = info.header_offset + 30 + lengths
-            if not 0 <= record.end - start - info.file_size <= MOST_DESCRIPTOR:
+            if not self._is_followed_by_descriptor(record, start + info.file_size):
                 raise ValueError(f"its record {info.filename} does not lie where its header says")
             self._starts[info.filename] = start
         return self._starts[info.filename]
+
+    def _is_followed_by_descriptor(self, record: _Record, end: int) -> bool:
+        """Whether a record that ends at byte `end` is followed by its descriptor, and by nothing else."""
+        if not 0 <= record.end - end <= MOST_DESCRIPTOR:
+            return False
+        between = os.pread(self._descriptor, record.end - end, end)
+        announced = bool(record.info.flag_bits & 8)
+        expected = b"PK\x07\x08" + record.info.CRC.to_bytes(4, "little")
+        return between.startswith(expected) if announced else not between
 
     def _functions(self) -> Mapping[tuple[str, str], Callable[..., Any]]:
         return {
