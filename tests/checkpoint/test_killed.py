@@ -5,20 +5,27 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from altered import hand_made
+from by_hand import Model, save
 from safetensors.torch import load_file
 
+import dstool
+from dstool.consolidate import consolidate
 from dstool.errors import EnvironmentUnfit
 
+ROOT = Path(dstool.__file__).parents[1]
 COMMAND = [sys.executable, "-m", "dstool", "consolidate"]
 
 
@@ -65,7 +72,9 @@ def test_it_is_whole_or_not_there_after_kill_9_at_any_moment(
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")["w"], weight)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_leaves_nothing_behind(
     number: int, code: int, large: tuple[Path, torch.Tensor], tmp_path: Path
 ) -> None:
@@ -74,12 +83,12 @@ def test_a_signal_leaves_nothing_behind(
     while not list(tmp_path.glob(".tmp-*")) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     process.send_signal(number)
-    process.communicate()
+    _, errors = process.communicate()
     if process.returncode == 0:
         pytest.skip("it was done before the signal came")
-    assert process.returncode in (code, -number)
-    if number == signal.SIGINT:
-        assert list(tmp_path.iterdir()) == []
+    assert process.returncode == code
+    assert b"Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
@@ -125,3 +134,81 @@ def test_memory_does_not_grow_with_the_model(large: tuple[Path, torch.Tensor], t
                 peak = max(peak, int(status.split("VmHWM:")[1].split()[0]) * 1024)
         assert process.returncode == 0
         assert 10e6 < peak < 100e6
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small disk")
+    disk = tmp_path / "작은 disk"
+    disk.mkdir()
+    mount(disk, "1m")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=False)
+
+
+def leave(disk: Path, pages: int) -> None:
+    """Fill the disk until so many pages of 4 kB are left."""
+    with (disk / "other").open("ab") as file:
+        left = os.statvfs(disk).f_bavail * os.statvfs(disk).f_bsize - pages * 4096
+        file.write(bytes(max(0, left)))
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+@pytest.mark.parametrize("more", ["config", "index", "manifest"])
+def test_a_disk_that_is_full_after_the_weights(
+    more: str, form: Any, small_disk: Path, tmp_path: Path
+) -> None:
+    """Room for the numbers, and for less and less of what comes besides."""
+    model = Model([{f"w{n}": torch.ones(25, 1024) for n in range(4)}])
+    root = save(tmp_path / "checkpoint-7", model, stage=2, ranks=1)
+    if more == "config":
+        (root / "config.json").write_text("{}")
+        (root / "tokenizer.json").write_text('"' + "x" * 9000 + '"')
+    options: dict[str, Any] = {"verify": more == "manifest", "file_format": form}
+    options["max_shard_size"] = "210KB" if more == "index" else "5GB"
+    ends = []
+    for spare in range(12, -1, -1):
+        leave(small_disk, 100 + spare)
+        try:
+            consolidate(root, small_disk / "a/out", **options)
+            shutil.rmtree(small_disk / "a")
+            ends.append("done")
+        except EnvironmentUnfit as error:
+            assert error.hint == f"df -h '{small_disk}' shows the space there"
+            ends.append("full")
+        assert [each.name for each in small_disk.iterdir()] == ["other"]
+    assert ends == sorted(ends)
+    assert set(ends) == {"done", "full"}
+
+
+def test_a_disk_that_is_full_is_one_line_with_deepspeeds_functions_too(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    root = hand_made(tmp_path / "checkpoint-7", torch.ones(200_000), ranks=2)
+    with pytest.raises(EnvironmentUnfit):
+        consolidate(root, small_disk / "out", engine="deepspeed")
+    assert list(small_disk.iterdir()) == []
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None or os.geteuid() != 0, reason="another user is needed")
+@pytest.mark.parametrize("what", ["global_step7", "global_step7/mp_rank_00_model_states.pt", "latest", "."])
+def test_what_may_not_be_read_is_one_line(what: str) -> None:
+    with tempfile.TemporaryDirectory() as place:  # pytest's own folders are for their owner alone
+        Path(place).chmod(0o755)
+        root = hand_made(Path(place) / "checkpoint-7", torch.ones(6), ranks=1)
+        (root / what).chmod(0)
+        code = (
+            "import sys; from pathlib import Path; from dstool.checkpoint.layout import find\n"
+            "from dstool.errors import CheckpointError\n"
+            "try: find(Path(sys.argv[1]))\n"
+            "except CheckpointError as error: print(error.message, error.hint, sep='\\n')"
+        )
+        argv = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-c", code]
+        done = subprocess.run([*argv, str(root)], capture_output=True, text=True, check=False, cwd=ROOT)
+        if "dstool" in done.stderr and "PermissionError" not in done.stderr.replace(str(root), ""):
+            pytest.skip("another user may not read dstool itself")
+        assert done.returncode == 0, done.stderr
+        assert str(root) in done.stdout
+        assert len(done.stdout.splitlines()) == 2
