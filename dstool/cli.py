@@ -585,7 +585,7 @@ def consolidate(
         )
 
     title = "Would be consolidated" if dry_run else "Consolidated"
-    _once(work, title, as_json, lambda result: _infer(result.output_dir) + _with(config))
+    _once(work, title, as_json, lambda result: "" if dry_run else _infer(result.output_dir) + _with(config))
 
 
 @app.command()

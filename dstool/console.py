@@ -157,6 +157,8 @@ def _units(result: Any) -> dict[str, str]:
 
 
 def _readable(value: Any, unit: str | None) -> str:
+    if unit == "json":  # of which a reader would want the few lines around it
+        return ""
     if unit == "bytes":
         return human_bytes(value)
     if unit == "seconds":

@@ -38,8 +38,8 @@ class ConsolidateResult:
     seconds: float = field(metadata={"unit": "seconds"})
     verified: str | None = None
     """What was compared, where it was."""
-    plan: tuple[Entry, ...] = ()
-    """Of a dry run: which bytes of which file would make which tensor."""
+    plan: tuple[Entry, ...] = field(default=(), metadata={"unit": "json"})
+    """Of a dry run: which bytes of which file would make which tensor. Too long for people to read."""
 
 
 def consolidate(

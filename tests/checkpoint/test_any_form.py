@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +141,16 @@ def test_without_frozen_weights_the_rest_is_the_same(
     state = read_back(result.output_dir, result.files)
     assert state.keys() == {*model.trained, *model.buffers}
     assert all(torch.equal(state[name], value) for name, value in model.trained.items())
+
+
+def test_a_dry_run_is_short_for_people_and_whole_in_json(here: Path, command: Callable[..., Any]) -> None:
+    save(here / "checkpoint-7", Model([{"w": torch.ones(300, 5)}]), 3, 2)
+    argv = ("dstool", "consolidate", "checkpoint-7", "--dry-run", "--dtype", "bf16")
+    done = command(*argv, cwd=here)
+    assert done.out.startswith("Would be consolidated\n")
+    assert "3.0 kB" in done.out
+    assert "plan" not in done.out
+    assert "next" not in done.out
+    (planned,) = command(*argv, "--json", cwd=here).json()["plan"]
+    assert [piece["length"] for piece in planned["pieces"]] == [3000, 3000]
+    assert [each.name for each in here.iterdir()] == ["checkpoint-7"]
