@@ -237,8 +237,8 @@ def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The file's values, and `FILE:LINE` for each dotted key in it."""
     try:
         text = file.read_text(encoding="utf-8-sig")
-        root = yaml.compose(text, Loader=_Loader)
-        content = _Loader("").construct_document(root) if root else None
+        root = yaml.compose(text, Loader=Loader)
+        content = Loader("").construct_document(root) if root else None
         lines = dict(_lines(root, str(file))) if isinstance(root, yaml.MappingNode) else {}
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not UTF-8 (byte {error.start})", hint=f"save {file} as UTF-8") from None
@@ -306,7 +306,7 @@ _PATHS_OR_NAMES = (
 _PATHS = ("deepspeed", "train.output_dir", "consolidate.output_dir", "merge.output_dir")
 
 
-class _Loader(yaml.SafeLoader):
+class Loader(yaml.SafeLoader):
     """YAML 1.2's scalars: `2e-5` is a number, and `no` (as in `save_strategy: no`) is a word."""
 
 
@@ -324,14 +324,14 @@ _Dumper.add_representer(str, _represent_text)
 
 
 _NOT_IN_1_2 = {f"tag:yaml.org,2002:{name}" for name in ("bool", "timestamp", "value")}
-_Loader.yaml_implicit_resolvers = {
+Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in rules if tag not in _NOT_IN_1_2]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
+Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
-for _class in (_Loader, _Dumper):
+for _class in (Loader, _Dumper):
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float",
         re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
@@ -349,7 +349,7 @@ def _parse_word(word: str) -> tuple[str, Any]:
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.[\w-]+)*", key):
         raise ConfigError(f"{word}: not KEY=VALUE", hint="for example train.learning_rate=2e-5")
     try:
-        return key, yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+        return key, yaml.load(text, Loader=Loader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, ValueError):
         return key, text
 
@@ -549,7 +549,7 @@ def _drop_secrets(values: Any) -> None:
 
 def explain(loaded: Loaded) -> list[tuple[str, Any, str]]:
     """Every key that has a value, with the value and where it came from. Secrets are shown as stars."""
-    values = yaml.load(dump(loaded.config), Loader=_Loader)  # noqa: S506 - a SafeLoader
+    values = yaml.load(dump(loaded.config), Loader=Loader)  # noqa: S506 - a SafeLoader
     return [
         (key, _starred(key, value), _origin(key, loaded.sources))
         for section, content in values.items()

@@ -6,21 +6,23 @@ import difflib
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dstool import files, machine, preflight
+from dstool import run_file as rewritten
 from dstool.config import RUN_FILE, Loaded, Task, load, scalar
 from dstool.ds_config import check as ds_check
-from dstool.ds_config import source
+from dstool.ds_config import read, source
 from dstool.ds_config.build import build, dumps, of_run_file
 from dstool.ds_config.check import Finding
 from dstool.ds_config.looks import Circumstances
 from dstool.ds_config.options import WITHOUT_WARMUP, Options
 from dstool.ds_config.presets import PRESETS
 from dstool.errors import ConfigError
+from dstool.run_file import shown
 
 logger = logging.getLogger("dstool.init_config")
 
@@ -53,8 +55,8 @@ def init_config(
 ) -> InitResult:
     """Write the DeepSpeed JSON to `output` and, where there is none, a run file that names it.
 
-    `force` writes over the JSON. A run file is people's own work: it is written over only when `model`,
-    `data` or `task` asks for another as well.
+    `force` writes over the JSON. A run file is people's own work: only what `options` decide is changed in
+    it, and it is written over only when `model`, `data` or `task` asks for another as well.
 
     Raises:
         ConfigError: options that contradict each other, the machine or the run file, or a file that exists.
@@ -66,24 +68,33 @@ def init_config(
     files.refuse_existing(output, force=force)
     new = any((model, data, task))
     kept = _kept(run_file, replaced=force and (new or _is_empty(run_file)))
-    if kept is not None:
-        if new:
-            raise ConfigError(
-                f"{run_file} exists, and --model, --data and --task are for a new one",
-                hint="--force overwrites it",
-            )
-        _refuse_other_words(options, kept, run_file)
-    around = preflight.circumstances(kept.config) if kept else Circumstances(_train(options))
+    if kept is not None and new:
+        raise ConfigError(
+            f"{run_file} exists, and --model, --data and --task are for a new one",
+            hint="--force overwrites it",
+        )
+    changes = _changes(options, text, kept) if kept else {}
+    if changes and not force:
+        said = ", ".join(f"train.{name}: {shown(value)}" for name, value in changes.items())
+        raise ConfigError(
+            f"{run_file} stays as it is, and these options need it to say {said}",
+            hint="--force changes that in it, and leaves the rest of it",
+        )
+    around = _around(options, kept, changes, model)
+    text = _with_sizes(text, around)
     warnings = _warnings(text, around, run_file)
+    run_text = rewritten.changed(run_file, changes) if changes else None
     files.write_text(output, text)
+    if run_text is not None:
+        rewritten.write(run_file, run_text, changes)
     if kept is None:
         here = os.path.relpath(output, run_file.parent)
         task = task or "text-classification"
         files.write_text(run_file, run_file_text(here, options, model=model, data=data, task=task))
     _tell(options, run_file, warnings)
     return InitResult(
-        written=tuple(path.resolve() for path in ((output,) if kept else (output, run_file))),
-        kept=(run_file.resolve(),) if kept else (),
+        written=tuple(path.resolve() for path in ((output,) if kept and not changes else (output, run_file))),
+        kept=(run_file.resolve(),) if kept and not changes else (),
         nvme_path=Path(options.nvme_path) if options.nvme_path else None,
         named=_named_instead(kept, output),
     )
@@ -193,19 +204,30 @@ def _named_instead(kept: Loaded | None, output: Path) -> Path | None:
 _TRAINERS_DEFAULTS = {"warmup_steps": 0, "gradient_checkpointing": False}
 
 
-def _refuse_other_words(options: Options, kept: Loaded, run_file: Path) -> None:
-    """Raise `ConfigError` where the run file that stays would have to say something else."""
-    given = {**_TRAINERS_DEFAULTS, **kept.config.train.arguments()}
-    lacking = [
-        f"train.{name}: {_text(value)}"
-        for name, value in of_run_file(options).items()
-        if given.get(name) != value
-    ]
-    if lacking:
-        raise ConfigError(
-            f"{run_file} stays as it is, and these options need it to say {', '.join(lacking)}",
-            hint=f"write that into {run_file}, and give the command again",
-        )
+def _changes(options: Options, text: str, kept: Loaded) -> dict[str, Any]:
+    """What the run file's `train:` must say instead for `options`; a field that is None must go."""
+    train = kept.config.train.arguments()
+    given = {**_TRAINERS_DEFAULTS, **train}
+    own = {name: value for name, value in of_run_file(options).items() if given.get(name) != value}
+    return {**read.other_words(json.loads(text), train), **own}
+
+
+def _around(
+    options: Options, kept: Loaded | None, changes: Mapping[str, Any], model: str | None
+) -> Circumstances:
+    """What the JSON is checked against: the run file as it will be."""
+    if kept is None:
+        return Circumstances(_train(options), model_config=preflight.config_of(model))
+    around = preflight.circumstances(kept.config)
+    train = {**(around.train or {}), **changes}
+    return replace(around, train={name: value for name, value in train.items() if value is not None})
+
+
+def _with_sizes(text: str, around: Circumstances) -> str:
+    """`text` with DeepSpeed's own numbers, where the model has no hidden size to compute "auto" from."""
+    parsed = source.parse(text)
+    found = [each for each in ds_check.check(parsed, around) if each.rule == "auto-unfilled"]
+    return source.apply(text, [edit for each in found for edit in each.edit])
 
 
 def _warnings(text: str, around: Circumstances, run_file: Path = Path(RUN_FILE)) -> list[Finding]:
@@ -224,7 +246,7 @@ def _warnings(text: str, around: Circumstances, run_file: Path = Path(RUN_FILE))
 def _tell(options: Options, run_file: Path, warnings: Iterable[Finding]) -> None:
     """Say what stands in the run file alone, as the JSON cannot say it, and what may go wrong."""
     for name, value in of_run_file(options).items():
-        logger.info("Trainer's own: %s says train.%s: %s, the JSON nothing", run_file, name, _text(value))
+        logger.info("Trainer's own: %s says train.%s: %s, the JSON nothing", run_file, name, shown(value))
     if options.optimizer == "FusedAdam":
         runs = "DeepSpeedCPUAdam, as it is offloaded" if options.optimizer_device != "none" else "FusedAdam"
         logger.info("FusedAdam: DeepSpeed's name for it is AdamW, and it runs %s", runs)
@@ -313,7 +335,7 @@ def _train_lines(real_model: bool, options: Options) -> list[tuple[str, str]]:
     return [
         ("train:", "every field of transformers.TrainingArguments, by its name"),
         *(
-            (f"  {name}: {_text(value)}", _TRAIN_COMMENTS[name])
+            (f"  {name}: {shown(value)}", _TRAIN_COMMENTS[name])
             for name, value in _train(options, real_model).items()
         ),
     ]
@@ -356,10 +378,3 @@ def _train(options: Options, real_model: bool = False) -> dict[str, Any]:
 def _free_micro_batch(options: Options) -> bool:
     """Whether neither the JSON nor the sum of a global batch decides the rows of a step."""
     return options.micro_batch is None and not (options.global_batch and options.accumulation)
-
-
-def _text(value: Any) -> str:
-    """`value` as YAML has it, a number as people write it."""
-    if isinstance(value, bool | str):
-        return str(value).lower()
-    return f"{value:g}".replace("e-0", "e-")

@@ -382,8 +382,11 @@ def explained_builds() -> Iterator[None]:
 
 
 def is_built(op: str) -> bool:
-    """Whether DeepSpeed's op of that name has been compiled here before."""
-    return any(_extensions_folder().rglob(f"{op}.so"))
+    """Whether DeepSpeed's op of that name has been compiled here before, as far as this user may look."""
+    try:
+        return any(_extensions_folder().rglob(f"{op}.so"))
+    except OSError:
+        return False
 
 
 def _extensions_folder() -> Path:

@@ -82,10 +82,15 @@ def circumstances(config: Config, *, world_size: int | None = None) -> Circumsta
 
 def _model_config(config: Config) -> dict[str, Any] | None:
     """The config.json of the model, where it is on this machine."""
-    if config.model.from_scratch is not None or config.model.name is None:
-        return config.model.from_scratch
+    return config.model.from_scratch or config_of(config.model.name)
+
+
+def config_of(model: str | None) -> dict[str, Any] | None:
+    """The config.json in the folder `model`; None where there is none that can be read."""
+    if model is None:
+        return None
     try:
-        found = json.loads(Path(config.model.name, "config.json").read_text(encoding="utf-8"))
+        found = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None  # `check_model` says what is wrong with it
     return found if isinstance(found, dict) else None

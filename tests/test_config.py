@@ -441,7 +441,7 @@ def test_a_dumped_config_loads_as_the_same_one(values):
 def test_a_scalar_is_one_line_that_both_versions_of_yaml_read_as_the_text(text):
     written = scalar(text)
     assert len(written.splitlines()) == 1
-    for loader in (module._Loader, yaml.SafeLoader):
+    for loader in (module.Loader, yaml.SafeLoader):
         assert yaml.load(f"key: {written} # comment", Loader=loader) == {"key": text}
 
 

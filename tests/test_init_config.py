@@ -192,11 +192,64 @@ def test_a_run_file_that_says_it_already_stays():
     assert init_config(Options(scheduler="CosineAnnealingLR", warmup=5)).kept
 
 
-def test_a_run_file_that_stays_and_contradicts_a_number_is_refused():
-    Path(RUN_FILE).write_text("train: {learning_rate: 1.0e-3, warmup_steps: 5}\n")
-    error = refusal(Options(lr=2e-5))
-    assert "optimizer.params.lr is 2e-05 in the JSON" in error.message
-    assert error.hint.startswith("change that in dstool.yaml, ")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (Options(lr=2e-5), "train.learning_rate: 2e-5"),
+        (Options(micro_batch=4), "train.per_device_train_batch_size: 4"),
+        (Options(warmup=20), "train.warmup_steps: 20"),
+        (Options(clip=0.5), "train.max_grad_norm: 0.5"),
+        (Options(precision="bf16"), "train.fp16: false"),
+        (Options(), "train.lr_scheduler_type: null"),
+    ],
+    ids=str,
+)
+def test_a_run_file_that_contradicts_an_option_is_changed_by_force_alone(options, said):
+    Path(RUN_FILE).write_text(
+        "# mine\ntrain:\n  learning_rate: 1e-3 # fast\n  per_device_train_batch_size: 8\n  fp16: true\n"
+        "  warmup_steps: 5\n  max_grad_norm: 1.0\n  lr_scheduler_type: linear\n# the end\n"
+    )
+    before = Path(RUN_FILE).read_text()
+    error = refusal(options)
+    assert said in error.message
+    assert error.hint == "--force changes that in it, and leaves the rest of it"
+    assert Path(RUN_FILE).read_text() == before
+    result = init_config(options, force=True)
+    assert result.written[1] == Path.cwd() / RUN_FILE
+    lines = Path(RUN_FILE).read_text().splitlines()
+    name, value = said.removeprefix("train.").split(": ")
+    assert sum(name in line for line in lines) == (value != "null")
+    assert value == "null" or any(line.startswith(f"  {name}: {value}") for line in lines)
+    assert (lines[0], lines[-1]) == ("# mine", "# the end")
+    assert preflight.settle(load(words=["deepspeed=ds_config.json"]).config)
+    assert init_config(options, force=True).kept  # agrees by now
+
+
+def test_what_the_run_file_lacks_is_put_into_its_train_block():
+    Path(RUN_FILE).write_text("train:\n  output_dir: mine\ndata:\n  text_column: text\n")
+    init_config(Options(activation_checkpointing=True), force=True)
+    assert Path(RUN_FILE).read_text() == (
+        "train:\n  output_dir: mine\n  gradient_checkpointing: true\ndata:\n  text_column: text\n"
+    )
+
+
+def test_a_run_file_that_cannot_be_changed_line_by_line_stays_with_the_json_unwritten():
+    Path(RUN_FILE).write_text(MINE)
+    error = refusal(Options(activation_checkpointing=True), force=True)
+    assert error.hint == "write into it: train.gradient_checkpointing: true"
+    assert not Path("ds_config.json").exists()
+    assert Path(RUN_FILE).read_text() == MINE
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_c_a_model_without_hidden_size_gets_numbers_for_the_sizes(stage):
+    Path("m").mkdir()
+    Path("m/config.json").write_text('{"model_type": "efficientnet"}')
+    init_config(Options(stage=stage), model="m")
+    zero = read.read(Path("ds_config.json"))["zero_optimization"]
+    sizes = [zero[name] for name in zero if name.endswith(("bucket_size", "threshold"))]
+    assert sizes
+    assert "auto" not in sizes
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -447,6 +448,23 @@ def test_no_folder_and_no_lock_are_fine(extensions, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions / "gone"))
     assert check_build_locks() is None
     assert not launch.is_built("cpu_adam")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_a_folder_of_ops_that_may_not_be_read_counts_as_not_built():
+    with tempfile.TemporaryDirectory() as place:  # pytest's own folders are for their owner alone
+        Path(place, "torch_extensions").mkdir(mode=0)
+        code = (
+            "import os, pathlib, sys; sys.path.insert(0, sys.argv[1]); from dstool import launch\n"
+            "os.environ['TORCH_EXTENSIONS_DIR'] = sys.argv[2] + '/torch_extensions'\n"
+            "os.chmod(sys.argv[2], 0); os.setuid(65534); print(launch.is_built('cpu_adam'))"
+        )
+        root = str(Path(launch.__file__).parent.parent)
+        done = subprocess.run(
+            [sys.executable, "-c", code, root, place], check=False, capture_output=True, text=True
+        )
+        Path(place).chmod(0o700)
+    assert done.stdout == "False\n", done.stderr
 
 
 def test_an_op_is_built_when_its_library_is_there(extensions):

@@ -18,6 +18,7 @@ LAYERS = (
     ("dstool", "dstool.errors", "dstool.log", "dstool.files"),
     (
         "dstool.config",
+        "dstool.run_file",
         "dstool.ds_config",
         "dstool.ds_config.keys",
         "dstool.ds_config.glossary",

@@ -273,6 +273,22 @@ def problems(ds: Mapping[str, Any], train: Mapping[str, Any]) -> tuple[Problem, 
     return (*work.problems, *differ)
 
 
+def other_words(ds: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]:
+    """What the fields of `train` that `reconcile` refuses beside `ds` would have to be; None is left out."""
+    work = _Work(dict(ds), dict(train), "the JSON")
+    said: dict[str, Any] = {}
+    for pair in _PAIRS:
+        literal, given = work.get(pair.key), train.get(pair.field)
+        if given is not None and _is(pair.kind, literal) and not _agree(pair, literal, given):
+            said[pair.field] = literal
+    for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
+        if work.get(f"{name}.enabled") is True and train.get(other):
+            said[other] = False
+    if "scheduler" in ds and train.get("lr_scheduler_type") is not None:
+        said["lr_scheduler_type"] = None
+    return said
+
+
 def _worked(ds: Mapping[str, Any], train: Mapping[str, Any], json_name: str) -> _Work:
     work = _Work(copy.deepcopy(dict(ds)), copy.deepcopy(dict(train)), json_name)
     for step in (

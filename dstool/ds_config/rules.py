@@ -434,7 +434,8 @@ def auto_by_hidden_size(look: Look) -> Iterator[Raw]:
             continue
         default = keys.keys()[".".join(path)].default
         told = "Trainer stops after the model has loaded"
-        yield Raw("auto-unfilled", path, words, told, f"write a number, such as {default}")
+        edits = replace(look, path, default)
+        yield Raw("auto-unfilled", path, words, told, f"write a number, such as {default}", edits)
 
 
 # --- the stage ---------------------------------------------------------------------------------------------
