@@ -96,6 +96,7 @@ _OF_VALUES: Final = frozenset(
         "both-precisions",
         "contradiction",
         "mismatch",
+        "null-block",
         "nvme-path",
         "offload-stage",
         "optimizer",

@@ -356,7 +356,7 @@ def _show(value: Any) -> str:
 
 
 def _check_shapes(work: _Work) -> None:
-    """Every block is an object. One that is null counts as left out, as DeepSpeed takes it."""
+    """Every block is an object. One that is null counts as left out; `check` refuses the others."""
     for path in _BLOCKS:
         parent, _, name = path.rpartition(".")
         holder = work.get(parent) if parent else work.ds

@@ -199,7 +199,7 @@ def values(look: Look) -> Iterator[Raw]:
     """Values of a type that the key does not take, or beyond its limits."""
     for path, value in _leaves(look.ds, ()):
         key = keys.keys().get(".".join(path))
-        if key is None or value == AUTO:
+        if key is None or value == AUTO or (value is None and "object" in key.types):
             continue
         if problem := _wrong_type(key, value, strict=_is_strict(key)):
             told = "DeepSpeed refuses the file, or takes it for something else"
@@ -210,6 +210,33 @@ def values(look: Look) -> Iterator[Raw]:
             edits = _older_dtype(look, path, value)
             told = _TAKEN.get(key.path, "DeepSpeed refuses it")
             yield Raw("wrong-value", path, problem, told, _limits(key), edits)
+
+
+# The blocks that may be null, beside those whose types say so: deepspeed 0.19.8 looks whether they are.
+_MAY_BE_NULL: Final = frozenset(
+    {
+        "aio",
+        "autotuning.model_info",
+        "bf16",
+        "checkpoint.writer",
+        "expert_parallel",
+        "optimizer.params",
+        "scheduler.params",
+        "zero_optimization.leaf_module",
+    }
+)
+
+
+def null_blocks(look: Look) -> Iterator[Raw]:
+    """Blocks that are null, in which DeepSpeed looks for keys at once."""
+    for path, value in _leaves(look.ds, ()):
+        key = keys.keys().get(".".join(path))
+        if value is not None or key is None or "object" not in key.types or "null" in key.types:
+            continue
+        if key.path not in _MAY_BE_NULL:
+            words = f"{key.path} is null where a block is expected"
+            told = "DeepSpeed stops with a traceback, after the model has loaded"
+            yield Raw("null-block", path, words, told, "delete the key", delete(look, path))
 
 
 # The keys of which DeepSpeed takes a wrong value too, and what it then does.
@@ -506,6 +533,7 @@ RULES: Final[tuple[Rule, ...]] = (
     old_names,
     unknown,
     values,
+    null_blocks,
     impossible,
     auto,
     auto_by_hidden_size,

@@ -528,6 +528,25 @@ VALUES = [
     ),
 ]
 
+NULLS = [
+    top_case(f"{key} null", key, None, "null-block", "null where a block is expected", mended={key: GONE})
+    for key in (
+        *("activation_checkpointing", "autotuning", "checkpoint", "comet", "comms_logger", "compile"),
+        *("csv_monitor", "data_efficiency", "data_types", "flops_profiler", "fp16", "hybrid_engine"),
+        *("optimizer", "pipeline", "scheduler", "tensor_parallel", "tensorboard", "timers"),
+        *("torch_autocast", "wandb", "weight_quantization"),
+    )
+]
+NULLS += [
+    case(
+        "a block in a block null",
+        text_of(timers={"throughput": None}),
+        "null-block",
+        "timers.throughput",
+        mended={"timers.throughput": GONE, "timers": {}},
+    ),
+]
+
 CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/n"}
 CONTRADICTIONS = [
     case(
@@ -1130,7 +1149,7 @@ AROUND = [
     ),
 ]
 
-CASES = [*NAMES, *VALUES, *CONTRADICTIONS, *OPTIMIZERS, *AROUND]
+CASES = [*NAMES, *VALUES, *NULLS, *CONTRADICTIONS, *OPTIMIZERS, *AROUND]
 SINGLE = ("bf16", "fp16")  # those cases name the block, and the finding the key in it
 
 
@@ -1142,7 +1161,8 @@ def test_there_are_enough_faulty_files():
 @pytest.mark.parametrize("it", CASES, ids=lambda it: it.name)
 def test_the_one_thing_that_is_wrong(it):
     (one,) = found(it.text, it.around)
-    path = f"{it.path}.enabled" if it.path in SINGLE and "object" not in one.problem else it.path
+    whole = "object" in one.problem or "block" in one.problem
+    path = f"{it.path}.enabled" if it.path in SINGLE and not whole else it.path
     assert (one.rule, one.severity, one.path) == (it.rule, it.severity, path)
     assert one.line == (it.expected_line() if it.path not in SINGLE else one.line)
     assert source.parse(it.text).line(one.line)[one.column - 1] not in " \t"
@@ -1237,6 +1257,36 @@ def test_a_value_that_is_read_in_any_case_is_fine_in_any(key):
 
 def test_a_text_where_a_limited_number_may_stand_is_no_traceback():
     assert not found(text_of(zero={"zenflow": {"update_interval": "often"}}))
+
+
+def one_block(path, value):
+    """The object that has `value` at the dotted `path`."""
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+@pytest.mark.parametrize("path", [path for path, key in keys.keys().items() if "object" in key.types])
+def test_a_null_block_is_refused_where_deepspeed_dies_of_it(path):
+    """Against DeepSpeed itself, so that there is neither a miss nor a false alarm."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = one_block(path, None)
+    if path.endswith("dynamic_batching"):  # DeepSpeed looks at its neighbour first
+        config["data_efficiency"]["data_sampling"]["curriculum_learning"] = {}
+    refused = [each.path for each in found(json.dumps(config)) if each.rule == "null-block"]
+    try:
+        DeepSpeedConfig({"train_batch_size": 1, **config})
+    except (AttributeError, TypeError, ValueError):
+        assert refused == [path]
+    else:
+        assert refused == []
+
+
+def test_a_null_zero_block_is_refused_and_becomes_stage_0():
+    text = text_of(zero_optimization=None)
+    assert [(each.rule, each.path) for each in found(text)] == [("null-block", ZERO)]
+    assert json.loads(fix(text, NOWHERE).text)[ZERO] == {"stage": 0}
 
 
 def test_a_batch_that_fits_is_fine():
