@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dstool.ds_config import read
 from dstool.ds_config.build import AUTO
 from dstool.ds_config.source import Edit, Source
 
@@ -75,7 +76,9 @@ class Look:
 
     @property
     def stage(self) -> int | None:
-        """The ZeRO stage that a Trainer would use; None where the value is no stage."""
+        """The ZeRO stage that a Trainer would use; None where it is no stage, or misnamed."""
+        if read.misnames_stage(self.ds):
+            return None
         value = self.get("zero_optimization", "stage")
         if value is None or value == AUTO:
             return 0 if value is None else 2

@@ -497,7 +497,9 @@ def _read_at(path: str, stage: int) -> bool:
 
 
 def no_stage(look: Look) -> Iterator[Raw]:
-    """A file that names no ZeRO stage."""
+    """A file that names no ZeRO stage, not even where it is not read."""
+    if read.misnames_stage(look.ds):
+        return
     told = "nothing is partitioned: every rank holds everything"
     if look.get("zero_optimization") is None:
         if not look.has("zero_optimization"):
@@ -507,7 +509,8 @@ def no_stage(look: Look) -> Iterator[Raw]:
             yield Raw("no-stage", (), words, told, mend, edits, "warning")
     elif isinstance(look.get("zero_optimization"), dict) and not look.has("zero_optimization", "stage"):
         edits = add(look, ("zero_optimization",), stage=0)
-        words, mend = "zero_optimization names no stage, which is stage 0", 'add "stage": 2'
+        words = "zero_optimization names no stage, which is stage 0"
+        mend = 'add "stage": 0, or another stage'
         yield Raw("no-stage", ("zero_optimization",), words, told, mend, edits, "warning")
 
 

@@ -1283,6 +1283,31 @@ def test_a_null_block_is_refused_where_deepspeed_dies_of_it(path):
         assert refused == []
 
 
+@pytest.mark.parametrize(
+    ("config", "path"),
+    [
+        ({"stage": 3}, "stage"),
+        ({"stage": 3, ZERO: {"overlap_comm": True}}, "stage"),
+        ({"zero_stage": 3, ZERO: {"overlap_comm": True}}, "zero_stage"),
+        ({ZERO: {"Stage": 3, "stage3_max_live_parameters": 1e9}}, f"{ZERO}.Stage"),
+        ({ZERO: {"stag": 2, "offload_optimizer": {"device": "cpu"}}}, f"{ZERO}.stag"),
+        ({"zero_optimisation": {"stage": 2}}, "zero_optimisation"),
+        ({"Zero_Optimization": {"stage": 2}}, "Zero_Optimization"),
+    ],
+)
+def test_a_stage_under_another_name_or_place_is_one_finding_and_none_is_added(config, path):
+    text = json.dumps({**OWN, **config})
+    assert [(each.severity, each.path) for each in found(text)] == [("error", path)]
+    assert fix(text, NOWHERE).text == text
+
+
+@pytest.mark.parametrize("config", [OWN, {**OWN, ZERO: {}}, {**OWN, ZERO: {"_stage": 2}, "_stage": "two"}])
+def test_the_stage_that_is_added_is_the_one_that_is_said(config):
+    (one,) = [each for each in found(json.dumps(config)) if each.rule == "no-stage"]
+    assert '"stage": 0' in one.mend
+    assert json.loads(fix(json.dumps(config), NOWHERE).text)[ZERO]["stage"] == 0
+
+
 def test_a_null_zero_block_is_refused_and_becomes_stage_0():
     text = text_of(zero_optimization=None)
     assert [(each.rule, each.path) for each in found(text)] == [("null-block", ZERO)]
