@@ -17,7 +17,10 @@ FolderState = Literal["fine", "no folder", "unwritable", "in memory"]
 
 @dataclass(frozen=True)
 class Machine:
-    """What matters of this machine. `folders` tells of each nvme_path, `deepspeed` is the version."""
+    """What matters of this machine. `folders` tells of each nvme_path, `deepspeed` is the version.
+
+    `mup` tells whether the package is installed that DeepSpeed's MuAdam, MuAdamW and MuSGD come from.
+    """
 
     gpu: bool = True
     bf16: bool = True
@@ -26,6 +29,7 @@ class Machine:
     built: frozenset[str] = frozenset()
     folders: Mapping[str, FolderState] = field(default_factory=dict)
     deepspeed: str = ""
+    mup: bool = True
 
 
 @dataclass(frozen=True)

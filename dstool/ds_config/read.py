@@ -539,7 +539,9 @@ def _check_precision(work: _Work) -> None:
         work.wrong("both-precisions", "bf16.enabled", "fp16.enabled and bf16.enabled are both true, keep one")
     elif on:
         other = "bf16" if on == ["fp16"] else "fp16"
-        if work.get(f"{other}.enabled") in (None, AUTO) and work.train.get(other):
+        enabled = work.get(f"{other}.enabled")
+        asked = _given(work.train, other) if enabled == AUTO else work.train.get(other)
+        if enabled in (None, AUTO) and asked:
             work.mismatches[f"{on[0]}.enabled"] = (
                 f"{on[0]}.enabled is true in the JSON and train.{other} true in the run file"
             )

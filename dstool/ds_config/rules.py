@@ -442,6 +442,25 @@ def auto(look: Look) -> Iterator[Raw]:
         yield Raw("auto-unfilled", path, words, told, f"write a value, or delete the key{default}")
 
 
+# What accelerate 1.15 writes for each (utils/dataclasses.py, `DeepSpeedPlugin`), and what then runs.
+_CHOSEN: Final = MappingProxyType(
+    {
+        ("zero_optimization", "stage"): ("2", "a Trainer runs at stage 2, DeepSpeed by itself at stage 0"),
+        ("zero_optimization", "offload_optimizer", "device"): ("none", "nothing is offloaded"),
+        ("zero_optimization", "offload_param", "device"): ("none", "nothing is offloaded"),
+    }
+)
+
+
+def auto_chosen(look: Look) -> Iterator[Raw]:
+    """ "auto" that is no choice by what the run needs: always the same takes its place."""
+    for path, (value, told) in _CHOSEN.items():
+        if look.get(*path) == AUTO:
+            words = f'{".".join(path)} is "auto", which always becomes {value}'
+            mend = f"write what is meant, such as {'2' if value == '2' else chr(34) + 'cpu' + chr(34)}"
+            yield Raw("auto-chosen", path, words, told, mend, (), "warning")
+
+
 def auto_by_hidden_size(look: Look) -> Iterator[Raw]:
     """The sizes that Trainer computes from the model's hidden size, for a model that has none."""
     config = look.around.model_config
@@ -539,6 +558,7 @@ RULES: Final[tuple[Rule, ...]] = (
     null_blocks,
     impossible,
     auto,
+    auto_chosen,
     auto_by_hidden_size,
     unread,
     no_stage,

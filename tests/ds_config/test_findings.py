@@ -721,7 +721,37 @@ CONTRADICTIONS = [
     ),
 ]
 
+MUP = ("MuAdam", "muadamw", "MuSGD")
+CHOSEN = [
+    zero_case("stage auto", {"stage": AUTO}, "auto-chosen", "stage", "becomes 2", severity=W),
+    *(
+        zero_case(
+            f"{block}'s device auto",
+            {block: {"device": AUTO}},
+            "auto-chosen",
+            f"{block}.device",
+            "becomes none",
+            3,
+            severity=W,
+        )
+        for block in ("offload_optimizer", "offload_param")
+    ),
+]
+
 OPTIMIZERS = [
+    case(
+        "amsgrad of AdamW",
+        text_of(optimizer=adam(amsgrad=True)),
+        "optimizer-param",
+        "optimizer.params.amsgrad",
+        "does not support amsgrad",
+    ),
+    case(
+        "amsgrad off the device",
+        text_of(zero={"offload_optimizer": {"device": "cpu"}}, optimizer=adam(amsgrad=True)),
+        "optimizer-param",
+        "optimizer.params.amsgrad",
+    ),
     case(
         "C32 adamw_torch",
         text_of(optimizer={"type": "adamw_torch"}),
@@ -978,6 +1008,41 @@ AROUND = [
         around=run(learning_rate=1e-5, **WARMUP),
     ),
     case("C05 bf16", text_of(bf16={"enabled": True}), "mismatch", "bf16.enabled", around=run(bf16=False)),
+    case(
+        "bf16 in the one, fp16 in the other",
+        text_of(bf16={"enabled": True}),
+        "mismatch",
+        "bf16.enabled",
+        "train.fp16 true in the run file",
+        around=run(fp16=True),
+    ),
+    case(
+        "bf16 in the one, fp16 for evaluation in the other",
+        text_of(bf16={"enabled": True}, fp16={"enabled": AUTO}),
+        "mismatch",
+        "bf16.enabled",
+        "train.fp16 true in the run file",
+        around=run(fp16_full_eval=True),
+    ),
+    case(
+        "a batch size to be found at stage 3",
+        text_of(3),
+        "contradiction",
+        f"{ZERO}.stage",
+        "auto_find_batch_size",
+        around=run(auto_find_batch_size=True),
+    ),
+    *(
+        case(
+            f"{name} without mup",
+            text_of(optimizer={"type": name, "params": {"lr": AUTO}}),
+            "optimizer",
+            "optimizer.type",
+            "needs the package mup",
+            around=on(mup=False),
+        )
+        for name in MUP
+    ),
     case("C05 fp16", text_of(fp16={"enabled": True}), "mismatch", "fp16.enabled", around=run(bf16=True)),
     case(
         "C07 total steps",
@@ -1149,7 +1214,7 @@ AROUND = [
     ),
 ]
 
-CASES = [*NAMES, *VALUES, *NULLS, *CONTRADICTIONS, *OPTIMIZERS, *AROUND]
+CASES = [*NAMES, *VALUES, *NULLS, *CHOSEN, *CONTRADICTIONS, *OPTIMIZERS, *AROUND]
 SINGLE = ("bf16", "fp16")  # those cases name the block, and the finding the key in it
 
 
@@ -1306,6 +1371,41 @@ def test_the_stage_that_is_added_is_the_one_that_is_said(config):
     (one,) = [each for each in found(json.dumps(config)) if each.rule == "no-stage"]
     assert '"stage": 0' in one.mend
     assert json.loads(fix(json.dumps(config), NOWHERE).text)[ZERO]["stage"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("gradient_accumulation_steps", 0), ("max_grad_norm", -1), ("learning_rate", float("nan"))],
+)
+def test_a_number_of_the_run_file_that_trains_nothing(name, value):
+    (one,) = found(text_of(), run(**{name: value}))
+    assert (one.rule, one.severity, one.line) == ("run-file", "error", None)
+    assert f"train.{name} is {value}" in one.problem
+    assert error_of(text_of(), run(**{name: value})).message == f"dstool.yaml: {one.problem}"
+
+
+@pytest.mark.parametrize(
+    ("text", "around"),
+    [
+        (text_of(2), run(auto_find_batch_size=True)),
+        (text_of(), run(gradient_accumulation_steps=1, max_grad_norm=0)),
+        (text_of(optimizer={"type": "MuAdam", "params": {"lr": AUTO}}), on()),
+        (text_of(optimizer=adam(amsgrad=True, torch_adam=True)), NOWHERE),
+        (text_of(optimizer=adam(amsgrad=False)), NOWHERE),
+        (text_of(bf16={"enabled": True}), run(fp16=False)),
+    ],
+)
+def test_what_only_looks_like_it_is_fine(text, around):
+    assert found(text, around) == ()
+
+
+@pytest.mark.parametrize("optimizer", ["FusedAdam", "DeepSpeedCPUAdam"])
+def test_deepspeed_has_no_amsgrad(optimizer):
+    import torch
+    from deepspeed.ops import adam as adams
+
+    with pytest.raises(RuntimeError, match="AMSGrad"):
+        getattr(adams, optimizer)([torch.nn.Parameter(torch.ones(1))], amsgrad=True)
 
 
 def test_a_null_zero_block_is_refused_and_becomes_stage_0():
