@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from dstool.ds_config.looks import FolderState, Machine
 _DEVICES: Final = ("nvidia[0-9]*", "kfd", "dri/renderD*", "accel/accel*", "davinci[0-9]*")
 AMPERE: Final = 8
 _IN_MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs")
+_KERNELS: Final = ("/proc", "/sys")  # root has every right in them, and can make no file
 
 
 def look(ds: Mapping[str, Any]) -> Machine:
@@ -34,6 +36,7 @@ def look(ds: Mapping[str, Any]) -> Machine:
         built=built,
         folders=folders,
         deepspeed=_version("deepspeed"),
+        mup=importlib.util.find_spec("mup") is not None,
     )
 
 
@@ -112,10 +115,13 @@ def state(folder: Path) -> FolderState:
         there = next(each for each in (path, *path.parents) if each.exists())
         if not there.is_dir():
             return "no folder"
-        if not os.access(there, os.W_OK | os.X_OK):
+        of_kernel = any(there.resolve().is_relative_to(each) for each in _KERNELS)
+        if of_kernel or not os.access(there, os.W_OK | os.X_OK):
             return "unwritable"
         mounts = Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
         return "in memory" if _type_of(there.resolve(), mounts) in _IN_MEMORY else "fine"
+    except PermissionError:  # a folder above it that may not be searched
+        return "unwritable"
     except (OSError, ValueError, RuntimeError):  # no /proc; a name that no folder can have
         return "fine" if "\0" not in str(folder) else "no folder"
 

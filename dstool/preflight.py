@@ -106,26 +106,8 @@ def check_output(output_dir: Path, *, may_exist: bool = False) -> None:
     files.refuse_unwritable(output_dir)
 
 
-LEAST: Mapping[str, float] = {
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 0,
-    "weight_decay": 0,
-    "warmup_steps": 0,
-    "max_grad_norm": 0,
-}
-"""The least that makes sense of each; Trainer takes what is below, and dies of it once all is loaded."""
-
-
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse what Trainer takes, or refuses only once the model is loaded (trainer.py, 5.24)."""
-    for name, least in LEAST.items():
-        value = arguments.get(name)
-        if isinstance(value, int | float) and not value >= least:
-            raise ConfigError(
-                f"train.{name} is {value}, and must be {least} or more", hint=f"train.{name}={least}"
-            )
     epochs, steps = arguments.get("num_train_epochs", 3), arguments.get("max_steps", -1)
     if steps == 0 or (steps < 0 and not epochs > 0):
         raise ConfigError(

@@ -1,12 +1,17 @@
 """What is found out about a machine without torch."""
 
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from dstool import machine
+
+ROOT = Path(__file__).parents[1]
 
 
 def tool(folder: Path, answer: str, code: int = 0) -> None:
@@ -46,3 +51,29 @@ def test_the_installed_deepspeed_is_found_without_an_import():
     from importlib.metadata import version
 
     assert machine.look({}).deepspeed == version("deepspeed")
+
+
+@pytest.mark.parametrize("folder", ["/proc", "/proc/x/y", "/sys/x"])
+def test_a_folder_of_the_kernel_cannot_be_written_by_anyone(folder):
+    assert machine.state(Path(folder)) == "unwritable"
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None or os.geteuid() != 0, reason="another user is needed")
+def test_a_folder_below_one_that_may_not_be_searched_cannot_be_written():
+    with tempfile.TemporaryDirectory() as place:  # pytest's own folders are for their owner alone
+        Path(place).chmod(0o644)
+        argv = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-c"]
+        code = "import sys; from pathlib import Path; from dstool import machine\n"
+        code += "print(machine.state(Path(sys.argv[1])))"
+        done = subprocess.run(
+            [*argv, code, f"{place}/nvme"], capture_output=True, text=True, check=False, cwd=ROOT
+        )
+        if "No module named 'dstool'" in done.stderr:
+            pytest.skip("another user may not read dstool itself")
+        assert done.stdout == "unwritable\n", done.stderr
+
+
+def test_a_package_that_is_not_installed_is_found_without_an_import():
+    import importlib.util
+
+    assert machine.look({}).mup is (importlib.util.find_spec("mup") is not None)

@@ -88,14 +88,19 @@ def _apart(mends: Iterable[Finding]) -> list[Finding]:
 
 # --- places ------------------------------------------------------------------------------------------------
 
+# The rule about what stands in the run file alone.
+_OF_RUN_FILE: Final = "run-file"
+
 # Rules about the value of a key that is there; all others point at the key.
 _OF_VALUES: Final = frozenset(
     {
+        "auto-chosen",
         "auto-unfilled",
         "batch",
         "both-precisions",
         "contradiction",
         "mismatch",
+        "null-block",
         "nvme-path",
         "offload-stage",
         "optimizer",
@@ -155,7 +160,9 @@ def _of_raw(text: Source, raw: Raw) -> Finding:
         path = counted if counted in text.places else path[:-1]
     place = text.places[path]
     of_value = raw.rule in _OF_VALUES and len(path) == len(raw.at)
-    line, column = text.line_column(place.start if of_value else place.key)
+    line = column = None
+    if raw.rule != _OF_RUN_FILE:
+        line, column = text.line_column(place.start if of_value else place.key)
     dotted, words, mend = map(_printable, (".".join(raw.at), raw.problem, raw.mend))
     return Finding(raw.rule, raw.severity, dotted, line, column, words, raw.consequence, mend, raw.edits)
 
@@ -212,7 +219,10 @@ def refusal(
         return None
     differ = [each for each in errors if each.rule == "mismatch"]
     wrong = [each for each in errors if each.rule != "mismatch"]
-    parts = [f"{_place(each, json_name, places=places)}: {each.problem}" for each in wrong]
+    parts = [
+        f"{run_name if each.rule == _OF_RUN_FILE else _place(each, json_name, places=places)}: {each.problem}"
+        for each in wrong
+    ]
     hint = "dstool check shows each with its place and mend"
     if any(each.edit for each in errors) and places:
         hint += ", dstool check --fix mends what is certain"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dstool.ds_config import read
 from dstool.ds_config.build import AUTO
 from dstool.ds_config.source import Edit, Source
 
@@ -16,7 +17,10 @@ FolderState = Literal["fine", "no folder", "unwritable", "in memory"]
 
 @dataclass(frozen=True)
 class Machine:
-    """What matters of this machine. `folders` tells of each nvme_path, `deepspeed` is the version."""
+    """What matters of this machine. `folders` tells of each nvme_path, `deepspeed` is the version.
+
+    `mup` tells whether the package is installed that DeepSpeed's MuAdam, MuAdamW and MuSGD come from.
+    """
 
     gpu: bool = True
     bf16: bool = True
@@ -25,6 +29,7 @@ class Machine:
     built: frozenset[str] = frozenset()
     folders: Mapping[str, FolderState] = field(default_factory=dict)
     deepspeed: str = ""
+    mup: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,9 @@ class Look:
 
     @property
     def stage(self) -> int | None:
-        """The ZeRO stage that a Trainer would use; None where the value is no stage."""
+        """The ZeRO stage that a Trainer would use; None where it is no stage, or misnamed."""
+        if read.misnames_stage(self.ds):
+            return None
         value = self.get("zero_optimization", "stage")
         if value is None or value == AUTO:
             return 0 if value is None else 2

@@ -367,12 +367,24 @@ def _refusal(work: _Work, run_name: str) -> ConfigError:
     return ConfigError("; ".join(parts), hint=hint)
 
 
+def misnames_stage(ds: Mapping[str, Any]) -> bool:
+    """Whether the ZeRO stage is there, but where nobody reads it: at the top level, or misspelt."""
+    zero = ds.get("zero_optimization")
+    inside = zero if isinstance(zero, dict) else {}
+    if "stage" in inside:
+        return False
+    meant = ["stage"] if "zero_optimization" in ds else ["stage", "zero_optimization"]
+    names = [name.lower() for name in (*ds, *inside) if name not in TOP_LEVEL_KEYS]
+    names = [name for name in names if not name.startswith(("_", "//"))]
+    return any(difflib.get_close_matches(name, meant, 1, cutoff=0.66) for name in names)
+
+
 def _show(value: Any) -> str:
     return json.dumps(value, default=str)
 
 
 def _check_shapes(work: _Work) -> None:
-    """Every block is an object. One that is null counts as left out, as DeepSpeed takes it."""
+    """Every block is an object. One that is null counts as left out; `check` refuses the others."""
     for path in _BLOCKS:
         parent, _, name = path.rpartition(".")
         holder = work.get(parent) if parent else work.ds
@@ -410,14 +422,16 @@ def _settle_zero(work: _Work) -> None:
     """One ZeRO block with a stage, no `aio` in it, and at stage 3 a model that can be saved."""
     zero = work.ds.setdefault("zero_optimization", {})
     stage = zero.get("stage")
-    if stage is None:
+    if misnames_stage(work.ds):
+        zero["stage"] = 3  # the stage that allows everything, as the name is refused
+    elif stage is None:
         zero["stage"] = 0  # DeepSpeed's default; accelerate refuses a file without the block
         work.notes.append(f"{work.json_name} names no ZeRO stage: trained at stage 0, nothing partitioned")
     elif stage == AUTO:
         zero["stage"] = 2  # what accelerate puts there (utils/dataclasses.py, DeepSpeedPlugin)
         work.notes.append('zero_optimization.stage "auto" means stage 2')
     elif isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        zero["stage"] = 3  # the stage that allows everything, so that one mistake is one problem
+        zero["stage"] = 3  # again, so that one mistake is one problem
         words = f"zero_optimization.stage is {_show(stage)}, it must be 0, 1, 2 or 3"
         work.wrong("wrong-value", "zero_optimization.stage", words)
     if "aio" in zero:
@@ -541,7 +555,9 @@ def _check_precision(work: _Work) -> None:
         work.wrong("both-precisions", "bf16.enabled", "fp16.enabled and bf16.enabled are both true, keep one")
     elif on:
         other = "bf16" if on == ["fp16"] else "fp16"
-        if work.get(f"{other}.enabled") in (None, AUTO) and work.train.get(other):
+        enabled = work.get(f"{other}.enabled")
+        asked = _given(work.train, other) if enabled == AUTO else work.train.get(other)
+        if enabled in (None, AUTO) and asked:
             work.mismatches[f"{on[0]}.enabled"] = (
                 f"{on[0]}.enabled is true in the JSON and train.{other} true in the run file"
             )

@@ -199,7 +199,7 @@ def values(look: Look) -> Iterator[Raw]:
     """Values of a type that the key does not take, or beyond its limits."""
     for path, value in _leaves(look.ds, ()):
         key = keys.keys().get(".".join(path))
-        if key is None or value == AUTO:
+        if key is None or value == AUTO or (value is None and "object" in key.types):
             continue
         if problem := _wrong_type(key, value, strict=_is_strict(key)):
             told = "DeepSpeed refuses the file, or takes it for something else"
@@ -210,6 +210,33 @@ def values(look: Look) -> Iterator[Raw]:
             edits = _older_dtype(look, path, value)
             told = _TAKEN.get(key.path, "DeepSpeed refuses it")
             yield Raw("wrong-value", path, problem, told, _limits(key), edits)
+
+
+# The blocks that may be null, beside those whose types say so: deepspeed 0.19.8 looks whether they are.
+_MAY_BE_NULL: Final = frozenset(
+    {
+        "aio",
+        "autotuning.model_info",
+        "bf16",
+        "checkpoint.writer",
+        "expert_parallel",
+        "optimizer.params",
+        "scheduler.params",
+        "zero_optimization.leaf_module",
+    }
+)
+
+
+def null_blocks(look: Look) -> Iterator[Raw]:
+    """Blocks that are null, in which DeepSpeed looks for keys at once."""
+    for path, value in _leaves(look.ds, ()):
+        key = keys.keys().get(".".join(path))
+        if value is not None or key is None or "object" not in key.types or "null" in key.types:
+            continue
+        if key.path not in _MAY_BE_NULL:
+            words = f"{key.path} is null where a block is expected"
+            told = "DeepSpeed stops with a traceback, after the model has loaded"
+            yield Raw("null-block", path, words, told, "delete the key", delete(look, path))
 
 
 # The keys of which DeepSpeed takes a wrong value too, and what it then does.
@@ -415,6 +442,25 @@ def auto(look: Look) -> Iterator[Raw]:
         yield Raw("auto-unfilled", path, words, told, f"write a value, or delete the key{default}")
 
 
+# What accelerate 1.15 writes for each (utils/dataclasses.py, `DeepSpeedPlugin`), and what then runs.
+_CHOSEN: Final = MappingProxyType(
+    {
+        ("zero_optimization", "stage"): ("2", "a Trainer runs at stage 2, DeepSpeed by itself at stage 0"),
+        ("zero_optimization", "offload_optimizer", "device"): ("none", "nothing is offloaded"),
+        ("zero_optimization", "offload_param", "device"): ("none", "nothing is offloaded"),
+    }
+)
+
+
+def auto_chosen(look: Look) -> Iterator[Raw]:
+    """ "auto" that is no choice by what the run needs: always the same takes its place."""
+    for path, (value, told) in _CHOSEN.items():
+        if look.get(*path) == AUTO:
+            words = f'{".".join(path)} is "auto", which always becomes {value}'
+            mend = f"write what is meant, such as {'2' if value == '2' else chr(34) + 'cpu' + chr(34)}"
+            yield Raw("auto-chosen", path, words, told, mend, (), "warning")
+
+
 def auto_by_hidden_size(look: Look) -> Iterator[Raw]:
     """The sizes that Trainer computes from the model's hidden size, for a model that has none."""
     config = look.around.model_config
@@ -471,7 +517,9 @@ def _read_at(path: str, stage: int) -> bool:
 
 
 def no_stage(look: Look) -> Iterator[Raw]:
-    """A file that names no ZeRO stage."""
+    """A file that names no ZeRO stage, not even where it is not read."""
+    if read.misnames_stage(look.ds):
+        return
     told = "nothing is partitioned: every rank holds everything"
     if look.get("zero_optimization") is None:
         if not look.has("zero_optimization"):
@@ -481,7 +529,8 @@ def no_stage(look: Look) -> Iterator[Raw]:
             yield Raw("no-stage", (), words, told, mend, edits, "warning")
     elif isinstance(look.get("zero_optimization"), dict) and not look.has("zero_optimization", "stage"):
         edits = add(look, ("zero_optimization",), stage=0)
-        words, mend = "zero_optimization names no stage, which is stage 0", 'add "stage": 2'
+        words = "zero_optimization names no stage, which is stage 0"
+        mend = 'add "stage": 0, or another stage'
         yield Raw("no-stage", ("zero_optimization",), words, told, mend, edits, "warning")
 
 
@@ -507,8 +556,10 @@ RULES: Final[tuple[Rule, ...]] = (
     old_names,
     unknown,
     values,
+    null_blocks,
     impossible,
     auto,
+    auto_chosen,
     auto_by_hidden_size,
     unread,
     no_stage,

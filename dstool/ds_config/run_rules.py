@@ -78,6 +78,42 @@ def checkpointing(look: Look) -> Iterator[Raw]:
         )
 
 
+# --- the run file ------------------------------------------------------------------------------------------
+
+# The least that makes sense of each; Trainer takes what is below, and dies of it once all is loaded.
+_LEAST: Final = MappingProxyType(
+    {
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 0,
+        "weight_decay": 0,
+        "warmup_steps": 0,
+        "max_grad_norm": 0,
+    }
+)
+
+
+def arguments(look: Look) -> Iterator[Raw]:
+    """Numbers of the run file with which nothing can be trained."""
+    for name, least in _LEAST.items():
+        value = (look.around.train or {}).get(name)
+        if isinstance(value, int | float) and not value >= least:
+            words = f"train.{name} is {value}, and must be {least} or more"
+            clips = name == "max_grad_norm"
+            told = "DeepSpeed does not clip" if clips else "the run stops after the model has loaded"
+            yield Raw("run-file", (), words, told, f"set train.{name} to {least} or more in the run file")
+
+
+def finds_batch(look: Look) -> Iterator[Raw]:
+    """A batch size that is to be found out, which Trainer does not do at stage 3 (trainer.py, 5.24)."""
+    if look.stage == 3 and (look.around.train or {}).get("auto_find_batch_size") is True:
+        words = "train.auto_find_batch_size does not go with stage 3"
+        told = "Trainer stops after the model has loaded"
+        mend = "use stage 2, or take train.auto_find_batch_size out of the run file"
+        yield Raw("contradiction", ("zero_optimization", "stage"), words, told, mend)
+
+
 # --- the batch ---------------------------------------------------------------------------------------------
 
 _TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -258,6 +294,30 @@ def lamb(look: Look) -> Iterator[Raw]:
     if count(look.get("fp16", "loss_scale")):
         words = f"Lamb needs dynamic loss scaling, and fp16.loss_scale is {look.get('fp16', 'loss_scale')}"
         yield Raw("contradiction", ("fp16", "loss_scale"), words, told, "set fp16.loss_scale to 0")
+
+
+_OF_MUP: Final = ("muadam", "muadamw", "musgd")
+
+
+def mup(look: Look) -> Iterator[Raw]:
+    """The optimizers that DeepSpeed imports from the package mup, once it makes them (runtime/engine.py)."""
+    name, machine = look.get(*_TYPE), look.around.machine
+    if machine is not None and not machine.mup and str(name).lower() in _OF_MUP:
+        words = f"{name} needs the package mup, which is not installed"
+        told = "DeepSpeed stops with a traceback, after the model has loaded"
+        yield Raw("optimizer", _TYPE, words, told, "pip install mup, or take AdamW")
+
+
+def amsgrad(look: Look) -> Iterator[Raw]:
+    """A variant of Adam that DeepSpeed's own optimizers have a name for and do not compute (ops/adam)."""
+    name, path = str(look.get(*_TYPE)), ("optimizer", "params", "amsgrad")
+    of_torch = look.get("optimizer", "params", "torch_adam") is True
+    if look.get(*path) is not True or name.lower() not in ("adam", "adamw", "lamb"):
+        return
+    if name.lower() == "lamb" or not of_torch:
+        mend = "delete it" if name.lower() == "lamb" else 'delete it, or add "torch_adam": true'
+        words = f"{name} of DeepSpeed does not support amsgrad"
+        yield Raw("optimizer-param", path, words, "DeepSpeed stops after the model has loaded", mend)
 
 
 def untested(look: Look) -> Iterator[Raw]:
@@ -500,12 +560,16 @@ RULES: Final[tuple[Rule, ...]] = (
     summed,
     comm_dtype,
     checkpointing,
+    arguments,
+    finds_batch,
     left_out,
     batch,
     optimizer,
     adagrad,
     replaced,
     lamb,
+    mup,
+    amsgrad,
     untested,
     optimizer_params,
     scheduler,

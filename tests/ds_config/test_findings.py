@@ -528,6 +528,25 @@ VALUES = [
     ),
 ]
 
+NULLS = [
+    top_case(f"{key} null", key, None, "null-block", "null where a block is expected", mended={key: GONE})
+    for key in (
+        *("activation_checkpointing", "autotuning", "checkpoint", "comet", "comms_logger", "compile"),
+        *("csv_monitor", "data_efficiency", "data_types", "flops_profiler", "fp16", "hybrid_engine"),
+        *("optimizer", "pipeline", "scheduler", "tensor_parallel", "tensorboard", "timers"),
+        *("torch_autocast", "wandb", "weight_quantization"),
+    )
+]
+NULLS += [
+    case(
+        "a block in a block null",
+        text_of(timers={"throughput": None}),
+        "null-block",
+        "timers.throughput",
+        mended={"timers.throughput": GONE, "timers": {}},
+    ),
+]
+
 CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/n"}
 CONTRADICTIONS = [
     case(
@@ -702,7 +721,37 @@ CONTRADICTIONS = [
     ),
 ]
 
+MUP = ("MuAdam", "muadamw", "MuSGD")
+CHOSEN = [
+    zero_case("stage auto", {"stage": AUTO}, "auto-chosen", "stage", "becomes 2", severity=W),
+    *(
+        zero_case(
+            f"{block}'s device auto",
+            {block: {"device": AUTO}},
+            "auto-chosen",
+            f"{block}.device",
+            "becomes none",
+            3,
+            severity=W,
+        )
+        for block in ("offload_optimizer", "offload_param")
+    ),
+]
+
 OPTIMIZERS = [
+    case(
+        "amsgrad of AdamW",
+        text_of(optimizer=adam(amsgrad=True)),
+        "optimizer-param",
+        "optimizer.params.amsgrad",
+        "does not support amsgrad",
+    ),
+    case(
+        "amsgrad off the device",
+        text_of(zero={"offload_optimizer": {"device": "cpu"}}, optimizer=adam(amsgrad=True)),
+        "optimizer-param",
+        "optimizer.params.amsgrad",
+    ),
     case(
         "C32 adamw_torch",
         text_of(optimizer={"type": "adamw_torch"}),
@@ -959,6 +1008,41 @@ AROUND = [
         around=run(learning_rate=1e-5, **WARMUP),
     ),
     case("C05 bf16", text_of(bf16={"enabled": True}), "mismatch", "bf16.enabled", around=run(bf16=False)),
+    case(
+        "bf16 in the one, fp16 in the other",
+        text_of(bf16={"enabled": True}),
+        "mismatch",
+        "bf16.enabled",
+        "train.fp16 true in the run file",
+        around=run(fp16=True),
+    ),
+    case(
+        "bf16 in the one, fp16 for evaluation in the other",
+        text_of(bf16={"enabled": True}, fp16={"enabled": AUTO}),
+        "mismatch",
+        "bf16.enabled",
+        "train.fp16 true in the run file",
+        around=run(fp16_full_eval=True),
+    ),
+    case(
+        "a batch size to be found at stage 3",
+        text_of(3),
+        "contradiction",
+        f"{ZERO}.stage",
+        "auto_find_batch_size",
+        around=run(auto_find_batch_size=True),
+    ),
+    *(
+        case(
+            f"{name} without mup",
+            text_of(optimizer={"type": name, "params": {"lr": AUTO}}),
+            "optimizer",
+            "optimizer.type",
+            "needs the package mup",
+            around=on(mup=False),
+        )
+        for name in MUP
+    ),
     case("C05 fp16", text_of(fp16={"enabled": True}), "mismatch", "fp16.enabled", around=run(bf16=True)),
     case(
         "C07 total steps",
@@ -1130,7 +1214,7 @@ AROUND = [
     ),
 ]
 
-CASES = [*NAMES, *VALUES, *CONTRADICTIONS, *OPTIMIZERS, *AROUND]
+CASES = [*NAMES, *VALUES, *NULLS, *CHOSEN, *CONTRADICTIONS, *OPTIMIZERS, *AROUND]
 SINGLE = ("bf16", "fp16")  # those cases name the block, and the finding the key in it
 
 
@@ -1142,7 +1226,8 @@ def test_there_are_enough_faulty_files():
 @pytest.mark.parametrize("it", CASES, ids=lambda it: it.name)
 def test_the_one_thing_that_is_wrong(it):
     (one,) = found(it.text, it.around)
-    path = f"{it.path}.enabled" if it.path in SINGLE and "object" not in one.problem else it.path
+    whole = "object" in one.problem or "block" in one.problem
+    path = f"{it.path}.enabled" if it.path in SINGLE and not whole else it.path
     assert (one.rule, one.severity, one.path) == (it.rule, it.severity, path)
     assert one.line == (it.expected_line() if it.path not in SINGLE else one.line)
     assert source.parse(it.text).line(one.line)[one.column - 1] not in " \t"
@@ -1237,6 +1322,96 @@ def test_a_value_that_is_read_in_any_case_is_fine_in_any(key):
 
 def test_a_text_where_a_limited_number_may_stand_is_no_traceback():
     assert not found(text_of(zero={"zenflow": {"update_interval": "often"}}))
+
+
+def one_block(path, value):
+    """The object that has `value` at the dotted `path`."""
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+@pytest.mark.parametrize("path", [path for path, key in keys.keys().items() if "object" in key.types])
+def test_a_null_block_is_refused_where_deepspeed_dies_of_it(path):
+    """Against DeepSpeed itself, so that there is neither a miss nor a false alarm."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = one_block(path, None)
+    if path.endswith("dynamic_batching"):  # DeepSpeed looks at its neighbour first
+        config["data_efficiency"]["data_sampling"]["curriculum_learning"] = {}
+    refused = [each.path for each in found(json.dumps(config)) if each.rule == "null-block"]
+    try:
+        DeepSpeedConfig({"train_batch_size": 1, **config})
+    except (AttributeError, TypeError, ValueError):
+        assert refused == [path]
+    else:
+        assert refused == []
+
+
+@pytest.mark.parametrize(
+    ("config", "path"),
+    [
+        ({"stage": 3}, "stage"),
+        ({"stage": 3, ZERO: {"overlap_comm": True}}, "stage"),
+        ({"zero_stage": 3, ZERO: {"overlap_comm": True}}, "zero_stage"),
+        ({ZERO: {"Stage": 3, "stage3_max_live_parameters": 1e9}}, f"{ZERO}.Stage"),
+        ({ZERO: {"stag": 2, "offload_optimizer": {"device": "cpu"}}}, f"{ZERO}.stag"),
+        ({"zero_optimisation": {"stage": 2}}, "zero_optimisation"),
+        ({"Zero_Optimization": {"stage": 2}}, "Zero_Optimization"),
+    ],
+)
+def test_a_stage_under_another_name_or_place_is_one_finding_and_none_is_added(config, path):
+    text = json.dumps({**OWN, **config})
+    assert [(each.severity, each.path) for each in found(text)] == [("error", path)]
+    assert fix(text, NOWHERE).text == text
+
+
+@pytest.mark.parametrize("config", [OWN, {**OWN, ZERO: {}}, {**OWN, ZERO: {"_stage": 2}, "_stage": "two"}])
+def test_the_stage_that_is_added_is_the_one_that_is_said(config):
+    (one,) = [each for each in found(json.dumps(config)) if each.rule == "no-stage"]
+    assert '"stage": 0' in one.mend
+    assert json.loads(fix(json.dumps(config), NOWHERE).text)[ZERO]["stage"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("gradient_accumulation_steps", 0), ("max_grad_norm", -1), ("learning_rate", float("nan"))],
+)
+def test_a_number_of_the_run_file_that_trains_nothing(name, value):
+    (one,) = found(text_of(), run(**{name: value}))
+    assert (one.rule, one.severity, one.line) == ("run-file", "error", None)
+    assert f"train.{name} is {value}" in one.problem
+    assert error_of(text_of(), run(**{name: value})).message == f"dstool.yaml: {one.problem}"
+
+
+@pytest.mark.parametrize(
+    ("text", "around"),
+    [
+        (text_of(2), run(auto_find_batch_size=True)),
+        (text_of(), run(gradient_accumulation_steps=1, max_grad_norm=0)),
+        (text_of(optimizer={"type": "MuAdam", "params": {"lr": AUTO}}), on()),
+        (text_of(optimizer=adam(amsgrad=True, torch_adam=True)), NOWHERE),
+        (text_of(optimizer=adam(amsgrad=False)), NOWHERE),
+        (text_of(bf16={"enabled": True}), run(fp16=False)),
+    ],
+)
+def test_what_only_looks_like_it_is_fine(text, around):
+    assert found(text, around) == ()
+
+
+@pytest.mark.parametrize("optimizer", ["FusedAdam", "DeepSpeedCPUAdam"])
+def test_deepspeed_has_no_amsgrad(optimizer):
+    import torch
+    from deepspeed.ops import adam as adams
+
+    with pytest.raises(RuntimeError, match="AMSGrad"):
+        getattr(adams, optimizer)([torch.nn.Parameter(torch.ones(1))], amsgrad=True)
+
+
+def test_a_null_zero_block_is_refused_and_becomes_stage_0():
+    text = text_of(zero_optimization=None)
+    assert [(each.rule, each.path) for each in found(text)] == [("null-block", ZERO)]
+    assert json.loads(fix(text, NOWHERE).text)[ZERO] == {"stage": 0}
 
 
 def test_a_batch_that_fits_is_fine():
