@@ -158,6 +158,19 @@ def init_config(
     gpu_memory: Annotated[
         str | None, typer.Option(help="For --auto: of each GPU, 80GB. Default: what is found.")
     ] = None,
+    nodes: Annotated[int | None, typer.Option(help="For --auto: machines. Default: 1.")] = None,
+    cpu_memory: Annotated[
+        str | None, typer.Option(help="For --auto: of each node, 512GB. Default: that of this one.")
+    ] = None,
+    nvme_space: Annotated[
+        str | None, typer.Option(help="For --auto: of each node, 2TB. Default: not looked at.")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="For --auto: tokens in a row. Default: the run file's.")
+    ] = None,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="For --auto: train an adapter alone; a new run file says so.")
+    ] = False,
     stage: Annotated[int | None, typer.Option(min=0, max=3, help="The ZeRO stage. Default: 2.")] = None,
     offload: Annotated[
         Device | None,
@@ -255,9 +268,34 @@ def init_config(
     from dstool import init_config as verb
 
     out.as_json = as_json
+    plan_for = {
+        "gpus": gpus,
+        "gpu_memory": gpu_memory,
+        "nodes": nodes,
+        "cpu_memory": cpu_memory,
+        "nvme_space": nvme_space,
+        "seq_len": seq_len,
+    }
     if auto:
-        verb.refuse_with_auto(preset=preset, stage=stage, offload=offload)
-        stage, offload = _planned(model, task, gpus, gpu_memory, micro_batch, precision)
+        verb.refuse_with_auto(
+            preset=preset,
+            stage=stage,
+            offload=offload,
+            offload_optimizer=offload_optimizer,
+            offload_param=offload_param,
+        )
+        given = {
+            **plan_for,
+            "micro_batch": micro_batch,
+            "precision": None if precision == "auto" else precision,
+            "optimizer": optimizer,
+            "gradient_checkpointing": activation_checkpointing,
+        }
+        flags = {"model.task": task, "train.gradient_accumulation_steps": accumulation}
+        stage, offload, found = _planned(model, flags, given, lora=lora)
+        task = found if model else task
+    else:
+        verb.refuse_without_auto(model, **plan_for, lora=lora)
     options = verb.options_of(
         preset,
         settings or (),
@@ -279,37 +317,47 @@ def init_config(
         clip=clip,
     )
     if output == "-":
-        verb.refuse_files(model=model, data=data, task=task, as_json=as_json, force=force)
+        planned = {} if auto else {"model": model, "task": task}  # --auto has planned for them
+        verb.refuse_files(**planned, data=data, as_json=as_json, force=force)
         out.text(verb.json_alone(options)[:-1])
         return
-    result = verb.init_config(options, Path(output), model=model, data=data, task=task, force=force)
+    result = verb.init_config(
+        options, Path(output), model=model, data=data, task=task, lora=lora, force=force
+    )
     other = f" deepspeed={typed(Path(output))}" if result.named else ""
     out.result("Initialised", result, next_command=f"dstool train{other}")
 
 
 def _planned(
-    model: str | None,
-    task: Any,
-    gpus: int | None,
-    gpu_memory: str | None,
-    micro_batch: int | None,
-    precision: Any,
-) -> tuple[Any, Any]:
-    """The stage and offload that `dstool plan` recommends for the model given, or for the run file's."""
+    model: str | None, flags: dict[str, Any], given: dict[str, Any], *, lora: bool
+) -> tuple[Any, Any, Any]:
+    """The stage and offload that `dstool plan` recommends for the model given, or the run file's; its task.
+
+    `flags` go over the run file, `given` are options of the plan; None is not given.
+    """
     from dstool.config import load
 
-    config = load(flags={"model.task": task}, required=model is None).config
+    config = load(flags=flags, required=False).config
+    if model is None and config.model.name is None and config.model.from_scratch is None:
+        raise ConfigError(
+            "--auto needs to know the model, and no dstool.yaml here names one",
+            hint="dstool init-config --auto --model Qwen/Qwen3-0.6B, or another folder or hub name",
+        )
+    words = [*(["--model", model] if model else []), *(["--lora"] if lora else [])]
+    words += ["deepspeed=null"] if config.deepspeed else []
     config = config.model_copy(update={"deepspeed": None})  # it is about to be written
     with out.guard_stdout():
         from dstool import plan as planning
 
         if model is not None:
-            config = planning.with_model(config, model, task_given=task is not None)
-        given = None if precision == "auto" else precision
-        options = planning.Options(gpus, gpu_memory=gpu_memory, micro_batch=micro_batch, precision=given)
+            config = planning.with_model(config, model, task_given=flags["model.task"] is not None)
+            flags = {**flags, "model.task": config.model.task}
+        config = planning.with_lora(config) if lora else config
+        options = planning.Options(**{name: value for name, value in given.items() if value is not None})
         result = planning.plan(config, options)
-    planning.log_choice(result)
-    return result.stage, result.offload
+    words += [f"{key}={value}" for key, value in flags.items() if value is not None]
+    planning.log_choice(result, planning.command(options, *words))
+    return result.stage, result.offload, config.model.task
 
 
 @app.command()

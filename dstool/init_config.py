@@ -22,6 +22,7 @@ from dstool.ds_config.looks import Circumstances
 from dstool.ds_config.options import WITHOUT_WARMUP, Options
 from dstool.ds_config.presets import PRESETS
 from dstool.errors import ConfigError
+from dstool.files import typed
 from dstool.run_file import shown
 
 logger = logging.getLogger("dstool.init_config")
@@ -51,12 +52,14 @@ def init_config(
     model: str | None = None,
     data: str | None = None,
     task: Task | None = None,
+    lora: bool = False,
     force: bool = False,
 ) -> InitResult:
     """Write the DeepSpeed JSON to `output` and, where there is none, a run file that names it.
 
     `force` writes over the JSON. A run file is people's own work: only what `options` decide is changed in
-    it, and it is written over only when `model`, `data` or `task` asks for another as well.
+    it, and it is written over only when `model`, `data` or `task` asks for another as well. With `lora` it
+    is to train an adapter alone.
 
     Raises:
         ConfigError: options that contradict each other, the machine or the run file, or a file that exists.
@@ -68,18 +71,13 @@ def init_config(
     files.refuse_existing(output, force=force)
     new = any((model, data, task))
     kept = _kept(run_file, replaced=force and (new or _is_empty(run_file)))
-    if kept is not None and new:
-        raise ConfigError(
-            f"{run_file} exists, and --model, --data and --task are for a new one",
-            hint="--force overwrites it",
-        )
-    changes = _changes(options, text, kept) if kept else {}
-    if changes and not force:
-        said = ", ".join(f"train.{name}: {shown(value)}" for name, value in changes.items())
-        raise ConfigError(
-            f"{run_file} stays as it is, and these options need it to say {said}",
-            hint="--force changes that in it, and leaves the rest of it",
-        )
+    changes: dict[str, Any] = {}
+    if kept is not None:
+        _refuse_names(run_file, new=new)
+        if lora:
+            _refuse_whole_model(kept, run_file)
+        changes = _changes(options, text, kept)
+        _refuse_changes(run_file, changes, force=force)
     around = _around(options, kept, changes, model)
     text = _with_sizes(text, around)
     warnings = _warnings(text, around, run_file)
@@ -90,7 +88,8 @@ def init_config(
     if kept is None:
         here = os.path.relpath(output, run_file.parent)
         task = task or "text-classification"
-        files.write_text(run_file, run_file_text(here, options, model=model, data=data, task=task))
+        run_text = run_file_text(here, options, model=model, data=data, task=task, lora=lora)
+        files.write_text(run_file, run_text)
     _tell(options, run_file, warnings)
     return InitResult(
         written=tuple(path.resolve() for path in ((output,) if kept and not changes else (output, run_file))),
@@ -121,16 +120,72 @@ def options_of(preset: str | None, settings: Iterable[str], **given: Any) -> Opt
         base = replace(base, nvme_path=None)
     words = tuple(_setting(word) for word in settings)
     values = {name: value for name, value in given.items() if value is not None}
+    _refuse_twice(words, values)
     return replace(base, **values, settings=base.settings + words)
+
+
+_KEYS = {
+    "stage": ("zero_optimization.stage",),
+    "offload": ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"),
+    "offload_optimizer": ("zero_optimization.offload_optimizer.device",),
+    "offload_param": ("zero_optimization.offload_param.device",),
+    "nvme_path": (
+        "zero_optimization.offload_optimizer.nvme_path",
+        "zero_optimization.offload_param.nvme_path",
+    ),
+    "precision": ("fp16.enabled", "bf16.enabled"),
+    "communication_data_type": ("communication_data_type",),
+    "optimizer": ("optimizer.type",),
+    "scheduler": ("scheduler.type",),
+    "lr": ("optimizer.params.lr",),
+    "warmup": ("scheduler.params.warmup_num_steps",),
+    "micro_batch": ("train_micro_batch_size_per_gpu",),
+    "global_batch": ("train_batch_size",),
+    "accumulation": ("gradient_accumulation_steps",),
+    "clip": ("gradient_clipping",),
+}
+"""The keys of the JSON whose value an option is; one that it only decides, `--set` may change."""
+
+
+def _refuse_twice(words: Iterable[tuple[str, Any]], given: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` where `--set` gives once more what an option gives."""
+    for path, value in words:
+        for name in given:
+            if any(f"{key}.".startswith(f"{path}.") for key in _KEYS.get(name, ())):
+                flag, text = _flag(name), value if isinstance(value, str) else json.dumps(value)
+                raise ConfigError(
+                    f"{flag} {given[name]} and --set {path}={text} both say what {path} is",
+                    hint=f"leave one of the two out: {flag} or --set {path}",
+                )
+
+
+def refuse_without_auto(model: str | None, **given: Any) -> None:
+    """Raise `ConfigError` for options that say what `--auto` is to plan for, where it is not given."""
+    words = [
+        _flag(name) if value is True else f"{_flag(name)} {typed(str(value))}"
+        for name, value in given.items()
+        if value is not None and value is not False
+    ]
+    named = [f"--model {typed(model)}"] if model else []
+    if words:
+        raise ConfigError(
+            f"{', '.join(words)}: for --auto alone, which chooses stage and offload by it",
+            hint=f"dstool init-config --auto {' '.join(named + words)}",
+        )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def refuse_with_auto(**given: Any) -> None:
     """Raise `ConfigError` for options that decide what `--auto` is to find out."""
     for name, value in given.items():
         if value is not None:
+            flag = _flag(name)
             raise ConfigError(
-                f"--auto chooses the stage and offload, and --{name} says otherwise",
-                hint=f"leave one of the two out; dstool plan shows what each stage takes (--{name} {value})",
+                f"--auto chooses the stage and offload, and {flag} says otherwise",
+                hint=f"leave one of the two out; dstool plan shows what each stage takes ({flag} {value})",
             )
 
 
@@ -152,7 +207,7 @@ def refuse_files(**given: Any) -> None:
     flags = {"as_json": "--json"}
     for name, value in given.items():
         if value:
-            flag = flags.get(name, f"--{name}")
+            flag = flags.get(name, _flag(name))
             raise ConfigError(
                 f"--output - prints the JSON alone, and {flag} is about files",
                 hint=f"leave {flag} out, or name a file: --output ds_config.json",
@@ -204,6 +259,25 @@ def _named_instead(kept: Loaded | None, output: Path) -> Path | None:
 _TRAINERS_DEFAULTS = {"warmup_steps": 0, "gradient_checkpointing": False}
 
 
+def _refuse_names(run_file: Path, *, new: bool) -> None:
+    """Raise `ConfigError` for what is only for a new run file."""
+    if new:
+        raise ConfigError(
+            f"{run_file} exists, and --model, --data and --task are for a new one",
+            hint="--force overwrites it",
+        )
+
+
+def _refuse_changes(run_file: Path, changes: Mapping[str, Any], *, force: bool) -> None:
+    """Raise `ConfigError` where the run file stays, and would have to say something else."""
+    if changes and not force:
+        said = ", ".join(f"train.{name}: {shown(value)}" for name, value in changes.items())
+        raise ConfigError(
+            f"{run_file} stays as it is, and these options need it to say {said}",
+            hint="--force changes that in it, and leaves the rest of it",
+        )
+
+
 def _changes(options: Options, text: str, kept: Loaded) -> dict[str, Any]:
     """What the run file's `train:` must say instead for `options`; a field that is None must go."""
     train = kept.config.train.arguments()
@@ -230,6 +304,15 @@ def _with_sizes(text: str, around: Circumstances) -> str:
     return source.apply(text, [edit for each in found for edit in each.edit])
 
 
+def _refuse_whole_model(kept: Loaded, run_file: Path) -> None:
+    """Raise `ConfigError` where the run file that stays trains more than an adapter."""
+    if kept.config.lora is None:
+        raise ConfigError(
+            f"--lora: {run_file} stays as it is, and trains the whole model",
+            hint=f"write `{_LORA}` into {run_file}, and give the command again",
+        )
+
+
 def _warnings(text: str, around: Circumstances, run_file: Path = Path(RUN_FILE)) -> list[Finding]:
     """What `dstool check` warns of; `ConfigError` for what it finds wrong."""
     parsed = source.parse(text)
@@ -237,10 +320,13 @@ def _warnings(text: str, around: Circumstances, run_file: Path = Path(RUN_FILE))
     errors = [each for each in findings if each.severity == "error"]
     if errors:
         hint = errors[0].mend
+        if errors[0].rule == "nvme-path":
+            hint = "--nvme-path FOLDER, one on a local NVMe disk"
         if errors[0].rule in ("mismatch", "silent-winner"):
             hint = f"change that in {run_file}, or leave the option out that says otherwise"
-        raise ConfigError("; ".join(each.problem for each in errors), hint=hint)
-    return list(findings)
+        # The optimizer's folder and the parameters' are most often one, with one problem.
+        raise ConfigError("; ".join(dict.fromkeys(each.problem for each in errors)), hint=hint)
+    return list({each.problem: each for each in findings}.values())
 
 
 def _tell(options: Options, run_file: Path, warnings: Iterable[Finding]) -> None:
@@ -266,7 +352,13 @@ def with_nvme_path(options: Options, folder: Path) -> Options:
 
 
 def run_file_text(
-    json_path: str, options: Options, *, model: str | None, data: str | None, task: Task
+    json_path: str,
+    options: Options,
+    *,
+    model: str | None,
+    data: str | None,
+    task: Task,
+    lora: bool = False,
 ) -> str:
     """A run file with a comment on every line: for `model` and `data`, or runnable on the bundled sample."""
     other = "causal-lm" if task == "text-classification" else "text-classification"
@@ -280,6 +372,7 @@ def run_file_text(
         ),
         *_data_lines(data, task),
         *_train_lines(model is not None, options),
+        *(((_LORA, "an adapter alone is trained, on every linear layer"),) if lora else ()),
         (f"deepspeed: {scalar(json_path)}", "the DeepSpeed JSON: a path, or the same mapping written here"),
     ]
     return _HEAD + "".join(_line(text, comment) for text, comment in lines)
@@ -295,6 +388,8 @@ _HEAD = """\
 # Each key can be given on the command line as well: dstool train train.learning_rate=1e-4
 # What a run would use, and where each value is from: dstool train --show-config
 """
+
+_LORA = "lora: {target_modules: all-linear}"
 
 _SIZES = (
     ("    vocab_size: 2000", "its tokenizer is trained on the data, up to this size"),

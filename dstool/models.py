@@ -495,6 +495,17 @@ def task_of(section: ModelSection) -> Task:
     return "causal-lm" if generator else "text-classification"
 
 
+def tasks_of(section: ModelSection) -> list[Task]:
+    """The tasks that Transformers has a class for, of the model's architecture; those of its own code too."""
+    config = _config_of(section)
+    own = getattr(config, "auto_map", None) or {}
+    return [
+        task
+        for task, name in AUTO_CLASSES.items()
+        if name in own or type(config) in getattr(transformers, name)._model_mapping
+    ]
+
+
 def positions_of(section: ModelSection) -> int | None:
     """The longest text that the model takes, in tokens, where its config says so."""
     config = _config_of(section)

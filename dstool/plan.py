@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dstool import machine, models, preflight
@@ -13,7 +13,8 @@ from dstool.console import human_bytes
 from dstool.ds_config import memory
 from dstool.ds_config.build import AUTO, OPTIMIZER_PARAMS
 from dstool.ds_config.options import Offload, OptimizerName, Stage
-from dstool.errors import ConfigError
+from dstool.errors import ConfigError, ModelError
+from dstool.files import typed
 
 logger = logging.getLogger("dstool.plan")
 
@@ -102,6 +103,7 @@ def plan(config: Config, options: Options | None = None) -> PlanResult:
     assumed: list[str] = []
     setup = _setup(config, options, assumed)
     limits = _limits(config, options, assumed)
+    _check_task(config)
     ds, _ = _settled(config)
     own_optimizer = bool(ds) and "optimizer" not in ds
     shape = models.shape_of(config.model, config.lora, own_optimizer=own_optimizer)
@@ -122,15 +124,24 @@ def plan(config: Config, options: Options | None = None) -> PlanResult:
     )
 
 
-def log_choice(result: PlanResult) -> None:
+def log_choice(result: PlanResult, command: str) -> None:
     """Say what was chosen, for what, and what was assumed.
+
+    Args:
+        command: what shows the whole plan, as one types it.
 
     Raises:
         ConfigError: nothing fits.
     """
     if result.stage is None:
+        nearest = nearest_of(result.choices)
+        lacks = ", ".join(
+            f"{human_bytes(count)} on the {_PLACES[place]}" for place, count in nearest.lacks.items()
+        )
         raise ConfigError(
-            f"{result.model} fits at no stage", hint="dstool plan shows what it lacks, and what would help"
+            f"{result.model} fits at no stage: {_named(nearest.stage, nearest.offload)} comes nearest and "
+            f"lacks {lacks}",
+            hint=command,
         )
     for words in result.assumed:
         logger.info("assumed: %s", words)
@@ -161,9 +172,33 @@ def with_model(config: Config, name: str, *, task_given: bool) -> Config:
     return changed
 
 
+def command(options: Options, *words: str) -> str:
+    """What one types for a plan with `options`, after further `words`."""
+    given = {name: value for name, value in asdict(options).items() if value is not None}
+    flags = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {typed(str(value))}")
+        for name, value in given.items()
+        if (name, value) != ("nodes", 1)
+    ]
+    return " ".join(["dstool plan", *map(typed, words), *flags])
+
+
 def with_lora(config: Config) -> Config:
     """`config` with an adapter on every linear layer, where it has no `lora:` section."""
     return config.model_copy(update={"lora": config.lora or LoraSection(target_modules="all-linear")})
+
+
+def _check_task(config: Config) -> None:
+    """Raise `ModelError` for a model whose architecture is for the other task."""
+    task, name = config.model.task, config.model.name
+    possible = models.tasks_of(config.model)
+    if not possible or task in possible:
+        return  # one that Transformers does not know is taken from its files
+    model = f" --model {typed(name)}" if name else ""
+    raise ModelError(
+        f"{name or 'model.from_scratch'}: Transformers has no such model for {task}, only for {possible[0]}",
+        hint=f"dstool plan{model} model.task={possible[0]} (with init-config --auto: --task {possible[0]})",
+    )
 
 
 def _check(options: Options) -> None:

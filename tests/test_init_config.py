@@ -290,6 +290,13 @@ def test_an_nvme_that_may_not_be_written_to_is_passed_over(tmp_path, monkeypatch
     assert init_config(Options(3, "nvme")).nvme_path == tmp_path / "nvme_offload"
 
 
+def test_a_folder_of_the_nvme_that_cannot_be_used_is_told_of_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    error = refusal(chosen("zero3-nvme", nvme_path=str(tmp_path / "file")))
+    assert error.message == f"{tmp_path / 'file'} is no folder"
+    assert error.hint.startswith("--nvme-path FOLDER")
+
+
 def test_the_nvme_path_that_is_given_is_taken():
     assert init_config(Options(3, "nvme", "/fast/disk")).nvme_path == Path("/fast/disk")
 
@@ -419,6 +426,31 @@ def test_set_is_checked_like_any_file(words, said):
     assert said in caught.value.message
     assert caught.value.hint
     assert contents() == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"clip": 1.0}, "gradient_clipping=0.5"),
+        ({"micro_batch": 2}, "train_micro_batch_size_per_gpu=4"),
+        ({"stage": 3}, "zero_optimization.stage=2"),
+        ({"lr": 1e-3}, 'optimizer={"type": "AdamW"}'),
+    ],
+    ids=str,
+)
+def test_what_an_option_gives_cannot_be_set_once_more(given, word):
+    (name, value), path = *given.items(), word.partition("=")[0]
+    with pytest.raises(ConfigError) as caught:
+        chosen(settings=[word], **given)
+    flag = f"--{name.replace('_', '-')}"
+    assert caught.value.message.startswith(f"{flag} {value} and --set {word} both say")
+    assert caught.value.hint == f"leave one of the two out: {flag} or --set {path}"
+
+
+def test_set_may_change_what_an_option_only_decides():
+    options = chosen(stage=2, precision="fp16", settings=["fp16.loss_scale=128", "gradient_clipping=1"])
+    assert dict(options.settings) == {"fp16.loss_scale": 128, "gradient_clipping": 1}
+    assert chosen("zero2", settings=["zero_optimization.stage=1"]).settings
 
 
 def chosen(preset=None, settings=(), **given) -> Options:

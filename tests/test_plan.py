@@ -273,7 +273,7 @@ def test_a_model_that_is_not_there() -> None:
         ("80gib", 80 * 1024**3),
         ("1.5TB", 1500 * GB),
         ("512MB", GB * 512 // 1000),
-        ("1000", 1000),
+        ("1000B", 1000),
     ],
 )
 def test_sizes(text: str, size: int) -> None:
@@ -285,6 +285,14 @@ def test_what_is_no_size_is_refused_by_its_flag(text: str) -> None:
     with pytest.raises(ConfigError, match="--gpu-memory") as caught:
         plan(scratch(SMALL), Options(gpu_memory=text))
     assert "--gpu-memory 80GB" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("name", ["gpu_memory", "cpu_memory", "nvme_space"])
+def test_a_size_without_a_unit_is_asked_for_one(name: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=f"{flag} 80: of which unit") as caught:
+        plan(scratch(SMALL), Options(**{name: "80"}))  # type: ignore[arg-type]
+    assert str(caught.value.hint).startswith(f"{flag} 80GB")
 
 
 @pytest.mark.parametrize("name", ["gpus", "nodes", "micro_batch", "seq_len"])
@@ -449,6 +457,20 @@ def test_failures_are_two_lines(words: tuple[str, ...], said: str, code: int, ti
     assert said in done.stderr
     assert len(done.stderr.strip().splitlines()) == 2
     assert not done.stdout
+
+
+@pytest.mark.parametrize("words", [(), ("model.task=causal-lm",)], ids=str)
+def test_a_model_for_the_other_task_alone_says_what_to_type(words: tuple[str, ...], here: Path) -> None:
+    (here / "t5").mkdir()
+    kind = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 64}
+    (here / "t5" / "config.json").write_text(json.dumps(kind))
+    lines = run("--model", "t5", *words, code=3).stderr.splitlines()
+    assert lines == [
+        "error: t5: Transformers has no such model for causal-lm, only for text-classification",
+        "try: dstool plan --model t5 model.task=text-classification "
+        "(with init-config --auto: --task text-classification)",
+    ]
+    run("--model", "t5", "model.task=text-classification")
 
 
 @pytest.mark.parametrize(

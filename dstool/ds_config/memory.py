@@ -448,7 +448,7 @@ def parse_size(text: str, flag: str) -> int:
     """Bytes in `80GB` or `80g` (of 1000 x 1000 x 1000) or `80GiB` (of 1024 x 1024 x 1024).
 
     Raises:
-        ConfigError: it is no size, or none at all; names `flag`.
+        ConfigError: it is no size, has no unit, or is none at all; names `flag`.
     """
     match = _SIZE.fullmatch(text)
     if match is None or (match[3] and not match[2]):
@@ -456,4 +456,10 @@ def parse_size(text: str, flag: str) -> int:
     size = int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2].lower()])
     if size <= 0:
         raise ConfigError(f"{flag} {text}: must be more than nothing", hint=f"{flag} 80GB")
+    if not (match[2] or match[4]):
+        # People leave the unit out where they mean GB; taken for bytes, nothing would ever fit.
+        number = text.strip()
+        raise ConfigError(
+            f"{flag} {number}: of which unit?", hint=f"{flag} {number}GB; {flag} {number}B is for bytes"
+        )
     return size
