@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -35,6 +35,7 @@ from dstool.files import in_run, typed
 out = Console()
 
 INTERRUPTED = 130
+PIPE_CLOSED = 141
 OTHERS_SECONDS = 10.0
 """How long a rank waits for rank 0 to say what all of them found."""
 
@@ -51,10 +52,20 @@ class _Commands(TyperGroup):
         except DstoolError as error:
             raise SystemExit(_fail(error)) from None
         except Exception as error:
-            # typer ends a command whose reader has gone, as in `| head`, without a word.
-            if isinstance(error, BrokenPipeError) or type(error).__module__.startswith(("typer", "click")):
+            if isinstance(error, BrokenPipeError):
+                _leave_closed_pipe()
+            if type(error).__module__.startswith(("typer", "click")):
                 raise
             raise SystemExit(_crash(error)) from None
+
+
+def _leave_closed_pipe() -> NoReturn:
+    """End without a word where the reader has gone, as in `| head`, with the code of a SIGPIPE."""
+    # What is still buffered goes nowhere: Python flushes it at exit, and would speak of the closed pipe.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    raise SystemExit(PIPE_CLOSED) from None
 
 
 def _fail(error: DstoolError) -> int:
@@ -335,7 +346,10 @@ def check(
     if as_json:
         out.result("", result)
     else:
-        out.text("\n".join(verb.report(result, _near(result.file))))
+        named = f" {typed(path)}" if path else ""
+        ranks = f" --world-size {world_size}" if world_size else ""
+        command = f"dstool check{named}{_with(config)}{ranks} --fix"
+        out.text("\n".join(verb.report(result, _near(result.file), command)))
     if result.errors:
         raise typer.Exit(ConfigError.exit_code)
 
