@@ -431,7 +431,38 @@ def plan(
     if as_json:
         out.result("", result)
     else:
-        out.text(verb.show(result))
+        given: dict[str, Any] = {
+            "model": model,
+            "task": settings.model.task if model else None,
+            "precision": precision,
+        }
+        given |= {"micro-batch": micro_batch, "optimizer": optimizer}
+        out.text(verb.show(result, _as_options(given, activation_checkpointing=gradient_checkpointing)))
+        if result.stage is not None:
+            _say_of_planned(
+                optimizer, result.stage, result.offload or "none", lora=lora and loaded.config.lora is None
+            )
+
+
+def _as_options(given: dict[str, Any], *, activation_checkpointing: bool | None) -> str:
+    """What was given to plan, as init-config takes it."""
+    said = [f" --{name} {typed(str(value))}" for name, value in given.items() if value is not None]
+    return "".join(said) + (" --activation-checkpointing" if activation_checkpointing else "")
+
+
+def _say_of_planned(optimizer: OptimizerName | None, stage: Any, offload: Any, *, lora: bool) -> None:
+    """Say what init-config would refuse on this machine, and what it has no option for."""
+    from dstool import init_config as writing
+    from dstool.ds_config.options import Options
+
+    if lora:
+        out.text("then: dstool train lora.target_modules=all-linear")
+    if optimizer is None:
+        return
+    try:
+        writing.json_alone(Options(stage=stage, offload=offload, optimizer=optimizer))
+    except DstoolError as error:
+        out.text(f"init-config refuses that here: {error.message}\ntry: {error.hint}")
 
 
 @app.command()
