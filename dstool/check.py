@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,10 @@ from dstool.ds_config.check import Finding
 from dstool.ds_config.looks import Circumstances
 from dstool.errors import ConfigError
 
+logger = logging.getLogger("dstool.check")
+
 DS_CONFIG = "ds_config.json"
+_ANEW = "dstool init-config --force"
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,9 @@ def _loaded(path: Path | None, config: Path | None) -> run_file.Loaded | None:
     loaded = run_file.load()
     named = loaded.config.deepspeed
     same = isinstance(named, str) and path is not None and Path(named).resolve() == path.resolve()
+    if not same:
+        names = named if isinstance(named, str) else "another JSON"
+        logger.info("%s was not compared with %s, which names %s", path, loaded.path, names)
     return loaded if same else None
 
 
@@ -122,12 +129,20 @@ def _on_this_machine(parsed: source.Source, around: Circumstances) -> Circumstan
 def _result(
     file: Path, parsed: source.Source, around: Circumstances, fixed: ds_check.Fixed, difference: str
 ) -> CheckResult:
-    findings = ds_check.check(parsed, around)
+    findings = tuple(_for_file(each, file) for each in ds_check.check(parsed, around))
     errors = sum(each.severity == "error" for each in findings)
     lines = tuple(parsed.line(each.line) if each.line else "" for each in findings)
     return CheckResult(
         file, errors, len(findings) - errors, findings, fixed.mended, difference, tuple(map(_shown, lines))
     )
+
+
+def _for_file(finding: Finding, file: Path) -> Finding:
+    """The finding with a mend that writes `file` anew, and not ds_config.json."""
+    if file == Path(DS_CONFIG):
+        return finding
+    anew = f"dstool init-config -o {files.typed(file)} --force"
+    return replace(finding, mend=finding.mend.replace(_ANEW, anew))
 
 
 def _shown(line: str) -> str:
@@ -141,15 +156,18 @@ def _difference(before: str, after: str, file: Path) -> str:
     return "\n".join(lines)
 
 
-def report(result: CheckResult, name: str) -> Iterator[str]:
-    """The lines that a terminal shows: the difference, each finding with a caret, and the sum."""
+def report(result: CheckResult, name: str, command: str = "dstool check --fix") -> Iterator[str]:
+    """The lines that a terminal shows: the difference, each finding with a caret, and the sum.
+
+    `command` is what one types to have the same file mended.
+    """
     if result.difference:
         yield from map(_shown, result.difference.split("\n"))
         yield ""
     for finding, line in zip(result.findings, result.lines, strict=True):
         yield from _finding(finding, line, name)
         yield ""
-    yield _sum(result, name)
+    yield _sum(result, name, command)
 
 
 def _finding(finding: Finding, line: str, name: str) -> Iterator[str]:
@@ -170,9 +188,9 @@ def _window(line: str, column: int, width: int = 100) -> tuple[str, int]:
     return line[start : start + width], column - start
 
 
-def _sum(result: CheckResult, name: str) -> str:
+def _sum(result: CheckResult, name: str, command: str) -> str:
     counts = [(len(result.mended), "mend"), (result.errors, "error"), (result.warnings, "warning")]
     said = [f"{count} {word}{'s' if count > 1 else ''}" for count, word in counts if count]
     open_ = sum(bool(each.edit) for each in result.findings)
-    more = f"; dstool check --fix mends {open_}" if open_ else ""
+    more = f"; {command} mends {open_}" if open_ else ""
     return f"{name}: {', '.join(said) or 'nothing is wrong'}{more}"

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -35,6 +35,7 @@ from dstool.files import in_run, typed
 out = Console()
 
 INTERRUPTED = 130
+PIPE_CLOSED = 141
 OTHERS_SECONDS = 10.0
 """How long a rank waits for rank 0 to say what all of them found."""
 
@@ -51,10 +52,20 @@ class _Commands(TyperGroup):
         except DstoolError as error:
             raise SystemExit(_fail(error)) from None
         except Exception as error:
-            # typer ends a command whose reader has gone, as in `| head`, without a word.
-            if isinstance(error, BrokenPipeError) or type(error).__module__.startswith(("typer", "click")):
+            if isinstance(error, BrokenPipeError):
+                _leave_closed_pipe()
+            if type(error).__module__.startswith(("typer", "click")):
                 raise
             raise SystemExit(_crash(error)) from None
+
+
+def _leave_closed_pipe() -> NoReturn:
+    """End without a word where the reader has gone, as in `| head`, with the code of a SIGPIPE."""
+    # What is still buffered goes nowhere: Python flushes it at exit, and would speak of the closed pipe.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    raise SystemExit(PIPE_CLOSED) from None
 
 
 def _fail(error: DstoolError) -> int:
@@ -383,7 +394,10 @@ def check(
     if as_json:
         out.result("", result)
     else:
-        out.text("\n".join(verb.report(result, _near(result.file))))
+        named = f" {typed(path)}" if path else ""
+        ranks = f" --world-size {world_size}" if world_size else ""
+        command = f"dstool check{named}{_with(config)}{ranks} --fix"
+        out.text("\n".join(verb.report(result, _near(result.file), command)))
     if result.errors:
         raise typer.Exit(ConfigError.exit_code)
 
@@ -465,7 +479,38 @@ def plan(
     if as_json:
         out.result("", result)
     else:
-        out.text(verb.show(result))
+        given: dict[str, Any] = {
+            "model": model,
+            "task": settings.model.task if model else None,
+            "precision": precision,
+        }
+        given |= {"micro-batch": micro_batch, "optimizer": optimizer}
+        out.text(verb.show(result, _as_options(given, activation_checkpointing=gradient_checkpointing)))
+        if result.stage is not None:
+            _say_of_planned(
+                optimizer, result.stage, result.offload or "none", lora=lora and loaded.config.lora is None
+            )
+
+
+def _as_options(given: dict[str, Any], *, activation_checkpointing: bool | None) -> str:
+    """What was given to plan, as init-config takes it."""
+    said = [f" --{name} {typed(str(value))}" for name, value in given.items() if value is not None]
+    return "".join(said) + (" --activation-checkpointing" if activation_checkpointing else "")
+
+
+def _say_of_planned(optimizer: OptimizerName | None, stage: Any, offload: Any, *, lora: bool) -> None:
+    """Say what init-config would refuse on this machine, and what it has no option for."""
+    from dstool import init_config as writing
+    from dstool.ds_config.options import Options
+
+    if lora:
+        out.text("then: dstool train lora.target_modules=all-linear")
+    if optimizer is None:
+        return
+    try:
+        writing.json_alone(Options(stage=stage, offload=offload, optimizer=optimizer))
+    except DstoolError as error:
+        out.text(f"init-config refuses that here: {error.message}\ntry: {error.hint}")
 
 
 @app.command()

@@ -364,9 +364,9 @@ _HEAD = (
 )
 
 
-def show(result: PlanResult) -> str:
-    """The plan as a table with what it means."""
-    return "\n".join([*_heading(result), "", *_table(result), "", *_conclusion(result)])
+def show(result: PlanResult, given: str = "") -> str:
+    """The plan as a table with what it means; `given` are the options that init-config is to have too."""
+    return "\n".join([*_heading(result), "", *_table(result), "", *_conclusion(result, given)])
 
 
 def _heading(result: PlanResult) -> list[str]:
@@ -411,7 +411,7 @@ def _row(each: Choice, result: PlanResult) -> tuple[str, ...]:
     )
 
 
-def _conclusion(result: PlanResult) -> list[str]:
+def _conclusion(result: PlanResult, given: str) -> list[str]:
     kept = human_bytes(memory.RESERVE)
     lines = [
         f"GPU: each, with {kept} kept for the CUDA context; host, NVMe: each machine; 1 GB is 1000^3 bytes",
@@ -433,7 +433,7 @@ def _conclusion(result: PlanResult) -> list[str]:
         ]
     offload = "" if result.offload == "none" else f" --offload {result.offload}"
     lines.append(f"recommended: {_named(result.stage, result.offload or 'none')}")
-    return [*lines, f"next: dstool init-config --stage {result.stage}{offload}"]
+    return [*lines, f"next: dstool init-config --stage {result.stage}{offload}{given}"]
 
 
 def _named(stage: Stage, offload: Offload) -> str:

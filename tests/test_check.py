@@ -1,6 +1,7 @@
 """`dstool check`, as it is typed: exact output, exit codes, and files that are mended whole or not at all."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_a_warning_exits_with_0():
     Path("a.json").write_text(json.dumps({**FINE, "gradient_clipping": None}))
     done = dstool("a.json")
     assert done.exit_code == 0
-    assert done.stdout.endswith("a.json: 1 warning; dstool check --fix mends 1\n")
+    assert done.stdout.endswith("a.json: 1 warning; dstool check a.json --fix mends 1\n")
 
 
 def test_fix_shows_the_difference_and_has_nothing_to_do_again():
@@ -104,3 +105,30 @@ def test_nothing_to_check():
 def test_the_world_size_is_counted_in():
     Path("ds_config.json").write_text(json.dumps({**FINE, "train_batch_size": 8}))
     assert [each.rule for each in check(world_size=3).findings] == ["batch"]
+
+
+def test_the_command_that_mends_works_as_printed():
+    Path("my file.json").write_text(TRAILING)
+    Path("run.yaml").write_text("deepspeed: my file.json\n")
+    said = dstool("my file.json", "--config", "run.yaml").stdout.splitlines()[-1]
+    command = said.partition("; ")[2].removesuffix(" mends 1")
+    assert command == "dstool check 'my file.json' --config run.yaml --fix"
+    assert dstool(*shlex.split(command)[2:]).exit_code == 0
+    assert json.loads(Path("my file.json").read_text()) == FINE
+
+
+def test_an_empty_file_is_written_anew_under_its_own_name():
+    Path("e.json").write_text("")
+    (one,) = check(Path("e.json")).findings
+    command = one.mend.removesuffix(" writes one")
+    assert command == "dstool init-config -o e.json --force"
+    assert CliRunner().invoke(app, shlex.split(command)[1:]).exit_code == 0
+    assert json.loads(Path("e.json").read_text())
+
+
+def test_a_json_that_the_run_file_does_not_name_is_said_to_stand_alone(caplog):
+    Path("x.json").write_text(json.dumps(FINE))
+    Path("dstool.yaml").write_text("deepspeed: ds_config.json\n")
+    with caplog.at_level("INFO", logger="dstool"):
+        check(Path("x.json"))
+    assert "x.json was not compared with dstool.yaml, which names ds_config.json" in caplog.text

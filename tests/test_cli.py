@@ -197,7 +197,7 @@ def test_a_reader_that_has_gone_is_no_bug():
         argv, env=environment(), stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False
     )
     os.close(writer)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 # what is typed

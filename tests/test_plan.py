@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -485,3 +486,36 @@ def test_sgd_has_a_state_with_momentum_alone(momentum, state):
     params = {"lr": "auto", "momentum": momentum}
     ds = {**build(JsonOptions(optimizer="SGD")), "optimizer": {"type": "SGD", "params": params}}
     assert plan(scratch(SMALL, deepspeed=ds)).setup.state_bytes == state
+
+
+def test_the_next_command_says_all_that_was_planned(tiny: Callable[..., Path], here: Path) -> None:
+    model = str(tiny("llama"))
+    words = (
+        "--precision",
+        "fp32",
+        "--micro-batch",
+        "2",
+        "--optimizer",
+        "Adagrad",
+        "--gradient-checkpointing",
+    )
+    *_, next_line, then = run("--model", model, *words, "--lora").stdout.splitlines()
+    done = CliRunner().invoke(cli.app, shlex.split(next_line)[2:])
+    assert done.exit_code == 0, done.output
+    written = json.loads(Path("ds_config.json").read_text())
+    assert (written["optimizer"]["type"], written["train_micro_batch_size_per_gpu"]) == ("Adagrad", 2)
+    config = load(words=shlex.split(then)[3:]).config
+    assert (config.model.name, config.model.task) == (model, "causal-lm")
+    assert config.train.arguments()["gradient_checkpointing"] is True
+    assert config.lora is not None
+
+
+def test_what_init_config_refuses_is_said_in_its_words(here: Path) -> None:
+    CliRunner().invoke(cli.app, ["init-config", "--stage", "2"])
+    said = run("--optimizer", "OneBitAdam").stdout
+    stage = said.partition("init-config --stage ")[2][0]
+    command = ["init-config", "--stage", stage, "--optimizer", "OneBitAdam", "--force"]
+    refused = CliRunner().invoke(cli.app, command)
+    assert refused.exit_code != 0
+    message = refused.stderr.splitlines()[0].removeprefix("error: ")
+    assert f"init-config refuses that here: {message}" in said
