@@ -1083,7 +1083,7 @@ AROUND = [
         "auto-unfilled",
         f"{ZERO}.reduce_bucket_size",
         "no hidden size",
-        mended=text_of(zero={"reduce_bucket_size": 500_000_000}),
+        mended={f"{ZERO}.reduce_bucket_size": 500_000_000},
         around=Circumstances(model_config={"model_type": "t5gemma"}),
     ),
     case(
