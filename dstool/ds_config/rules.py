@@ -94,13 +94,19 @@ def unknown(look: Look) -> Iterator[Raw]:
 
 def _unknown(here: tuple[str, ...], names: list[str], *, strict: bool) -> Raw:
     *above, name = here
-    close = difflib.get_close_matches(name, names, 1, cutoff=0.7)
+    close = difflib.get_close_matches(name, names, 1, cutoff=0.6)
     if here == _THREADS:
         close = ["intra_op_parallelism"]
     problem = f"{name} is no key of {'.'.join(above)}"
-    problem += f", did you mean {close[0]}?" if close else _top_level(name) or _elsewhere(name, "")
+    elsewhere = "" if close else _top_level(name) or _elsewhere(name, "")
+    problem += f", did you mean {close[0]}?" if close else elsewhere
     consequence = "DeepSpeed refuses the whole file" if strict else "DeepSpeed ignores it without a word"
-    mend = f"call it {close[0]}, or delete it" if close else "move it where it belongs, or delete it"
+    mend = (
+        "move it where it is read, or delete it"
+        if elsewhere
+        else f"delete it, or write one of {', '.join(names)}"
+    )
+    mend = f"call it {close[0]}, or delete it" if close else mend
     return Raw("unknown-key", here, problem, consequence, mend, (), "error" if strict else "warning")
 
 
