@@ -502,7 +502,8 @@ def gather(look: Look) -> Iterator[Raw]:
         told = "a Trainer saves no weights at the end, only the shards (dstool train sets it to true)"
         mend = f'add "{_GATHER[0]}": true'
         unfilled = AUTO in (look.get(*zero, name) for name in _GATHER)
-        words = f"{_GATHER[0]} is {'"auto", which counts as left out' if unfilled else 'left out'}"
+        state = '"auto", which counts as left out' if unfilled else "left out"
+        words = f"{_GATHER[0]} is {state}"
         mend = f'set "{_GATHER[0]}": true' if unfilled else mend
         yield Raw("not-gathered", path, words, told, mend, (), "warning")
 
