@@ -368,7 +368,7 @@ def scheduler(look: Look) -> Iterator[Raw]:
     elif name in _TORCH_SCHEDULERS and look.stage == 0 and not _is_half(look):
         return  # the optimizer is torch's own there, which torch's schedulers take
     elif name in _TORCH_SCHEDULERS:
-        words = f"{name} is a scheduler of torch, which DeepSpeed builds at stage 0 in fp32 alone"
+        words = f"{name} is a scheduler of torch, which DeepSpeed cannot build above stage 0 or in 16 bits"
         mend = "delete the scheduler block and set train.lr_scheduler_type in the run file"
         yield Raw("scheduler", path, words, told, mend)
     elif name in _TRAINERS:
