@@ -62,6 +62,7 @@ def check(text: Source, around: Circumstances) -> tuple[Finding, ...]:
 def fix(text: str, around: Circumstances) -> Fixed:
     """Make every mend that cannot change the meaning, until none is left to make."""
     mended: list[Finding] = []
+    crlf = text.count("\r\n") == text.count("\n") > 0  # the edits have bare line feeds
     for _ in range(ROUNDS):
         parsed = source.parse(text)
         faults = {fault.rule for fault in parsed.faults}
@@ -72,6 +73,8 @@ def fix(text: str, around: Circumstances) -> Fixed:
             break
         text = changed
         mended += chosen
+    if crlf:
+        text = text.replace("\r\n", "\n").replace("\n", "\r\n")
     return Fixed(text, tuple(mended))
 
 

@@ -116,7 +116,8 @@ def _refuse_numbers(options: Options) -> None:
     for name, example in (("lr", "2e-5"), ("clip", "1.0"), ("warmup", "0.1")):
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"{_flag(name)} {value}: must be 0 or more", hint=f"{_flag(name)} {example}")
+            words = "must be 0 or more" if value < 0 else "must be a finite number"
+            raise ConfigError(f"{_flag(name)} {value}: {words}", hint=f"{_flag(name)} {example}")
     warmup = options.warmup or 0
     if warmup >= 1 and warmup != int(warmup):
         raise ConfigError(

@@ -406,6 +406,7 @@ def _check_names(work: _Work) -> None:
             work.problems.append(Problem("wrong-block", (key,), f"{key} belongs inside zero_optimization"))
         else:
             close = difflib.get_close_matches(key, TOP_LEVEL_KEYS, 1, cutoff=0.7)
+            close = ["bf16"] if key == "bfp16" else close  # as near to fp16 in its letters
             words = f"{key} is no DeepSpeed key{f', did you mean {close[0]}?' if close else ''}"
             work.problems.append(Problem("unknown-key", (key,), words))
     for key in REMOVED_ZERO_KEYS:

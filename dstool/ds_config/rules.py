@@ -94,13 +94,16 @@ def unknown(look: Look) -> Iterator[Raw]:
 
 def _unknown(here: tuple[str, ...], names: list[str], *, strict: bool) -> Raw:
     *above, name = here
-    close = difflib.get_close_matches(name, names, 1, cutoff=0.7)
+    close = difflib.get_close_matches(name, names, 1, cutoff=0.6)
     if here == _THREADS:
         close = ["intra_op_parallelism"]
     problem = f"{name} is no key of {'.'.join(above)}"
-    problem += f", did you mean {close[0]}?" if close else _top_level(name) or _elsewhere(name, "")
+    elsewhere = "" if close else _top_level(name) or _elsewhere(name, "")
+    problem += f", did you mean {close[0]}?" if close else elsewhere
     consequence = "DeepSpeed refuses the whole file" if strict else "DeepSpeed ignores it without a word"
-    mend = f"call it {close[0]}, or delete it" if close else "move it where it belongs, or delete it"
+    listed = f"dstool explain {'.'.join(above)} lists the names"
+    mend = "move it where it is read, or delete it" if elsewhere else f"delete it; {listed}"
+    mend = f"call it {close[0]}, or delete it" if close else mend
     return Raw("unknown-key", here, problem, consequence, mend, (), "error" if strict else "warning")
 
 
@@ -387,7 +390,8 @@ def impossible(look: Look) -> Iterator[Raw]:
     betas = look.get("optimizer", "params", "betas")
     if isinstance(betas, list) and any(isinstance(each, int | float) and not 0 <= each < 1 for each in betas):
         words = f"optimizer.params.betas is {show(betas)}, each must be from 0 to below 1"
-        yield Raw("wrong-value", ("optimizer", "params", "betas"), words, "the optimizer refuses them", words)
+        mend = 'write "betas": [0.9, 0.999], or "auto"'
+        yield Raw("wrong-value", ("optimizer", "params", "betas"), words, "the optimizer refuses them", mend)
 
 
 # --- auto --------------------------------------------------------------------------------------------------
@@ -547,7 +551,11 @@ def gather(look: Look) -> Iterator[Raw]:
         path = (*zero, _GATHER[0]) if look.has(*zero, _GATHER[0]) else zero
         told = "a Trainer saves no weights at the end, only the shards (dstool train sets it to true)"
         mend = f'add "{_GATHER[0]}": true'
-        yield Raw("not-gathered", path, f"{_GATHER[0]} is left out", told, mend, (), "warning")
+        unfilled = AUTO in (look.get(*zero, name) for name in _GATHER)
+        state = '"auto", which counts as left out' if unfilled else "left out"
+        words = f"{_GATHER[0]} is {state}"
+        mend = f'set "{_GATHER[0]}": true' if unfilled else mend
+        yield Raw("not-gathered", path, words, told, mend, (), "warning")
 
 
 RULES: Final[tuple[Rule, ...]] = (

@@ -330,6 +330,10 @@ def untested(look: Look) -> Iterator[Raw]:
         yield Raw("untested-optimizer", _TYPE, words, "DeepSpeed stops after the model has loaded", mend)
 
 
+# What torch's own Adam and AdamW take besides, which "torch_adam": true builds (runtime/engine.py).
+_TORCH_ADAM: Final = frozenset(("capturable", "differentiable", "foreach", "fused", "maximize"))
+
+
 def optimizer_params(look: Look) -> Iterator[Raw]:
     """Parameters that the named optimizer does not take."""
     name, params = look.get(*_TYPE), look.get("optimizer", "params")
@@ -338,6 +342,8 @@ def optimizer_params(look: Look) -> Iterator[Raw]:
         return
     tables = keys.optimizers()[known[name.lower()]]
     takes = tables.offloaded if look.offloads else tables.takes
+    if params.get("torch_adam") is True and known[name.lower()] in ("Adam", "AdamW"):
+        takes = takes | _TORCH_ADAM
     for given in [given for given in params if given not in takes]:
         path = ("optimizer", "params", given)
         told = "DeepSpeed stops after the model has loaded: unexpected keyword argument"
@@ -419,8 +425,10 @@ def scheduler(look: Look) -> Iterator[Raw]:
         yield Raw("no-type", ("scheduler",), "the scheduler has no type", told, 'add "type": "WarmupLR"')
     elif not isinstance(name, str) or name in keys.schedulers():
         return
+    elif name in _TORCH_SCHEDULERS and look.stage == 0 and not _is_half(look):
+        return  # the optimizer is torch's own there, which torch's schedulers take
     elif name in _TORCH_SCHEDULERS:
-        words = f"{name} is a scheduler of torch, which DeepSpeed cannot build above stage 0"
+        words = f"{name} is a scheduler of torch, which DeepSpeed cannot build above stage 0 or in 16 bits"
         mend = "delete the scheduler block and set train.lr_scheduler_type in the run file"
         yield Raw("scheduler", path, words, told, mend)
     elif name in _TRAINERS:
@@ -436,6 +444,13 @@ def scheduler(look: Look) -> Iterator[Raw]:
         edits = replace(look, path, known[name.lower()]) if name.lower() in known else ()
         mend = f'write "{known[close[0]]}"' if close else f"write one of {', '.join(known.values())}"
         yield Raw("scheduler", path, words, told, mend, edits)
+
+
+def _is_half(look: Look) -> bool:
+    """Whether fp16 or bf16 is on, by the JSON or by the run file where that is asked."""
+    train = look.around.train or {}
+    values = {name: look.get(name, "enabled") for name in ("fp16", "bf16")}
+    return any(value is True or (value == AUTO and bool(train.get(name))) for name, value in values.items())
 
 
 def scheduler_params(look: Look) -> Iterator[Raw]:

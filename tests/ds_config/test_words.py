@@ -1,0 +1,87 @@
+"""The words of findings and refusals: each says what is so, and its mend can be followed."""
+
+import json
+import math
+
+import pytest
+
+from dstool.ds_config import source
+from dstool.ds_config.check import check, fix
+from dstool.ds_config.looks import Circumstances
+from dstool.ds_config.options import Options, refuse
+from dstool.errors import ConfigError
+
+AUTO = "auto"
+OWN = {
+    "train_batch_size": AUTO,
+    "train_micro_batch_size_per_gpu": AUTO,
+    "gradient_accumulation_steps": AUTO,
+    "gradient_clipping": AUTO,
+    "zero_optimization": {"stage": 2},
+}
+
+
+def found(**keys):
+    return check(source.parse(json.dumps({**OWN, **keys}, indent=2)), Circumstances())
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("name", ["lr", "clip", "warmup"])
+def test_a_number_that_is_not_finite_is_called_that(name, value):
+    with pytest.raises(ConfigError, match="must be a finite number"):
+        refuse(Options(**{name: value}))
+
+
+def test_a_number_below_0_is_called_that():
+    with pytest.raises(ConfigError, match="must be 0 or more"):
+        refuse(Options(lr=-1.0))
+
+
+def test_a_misspelt_key_that_belongs_nowhere_else_is_not_to_be_moved():
+    for block in ({"wandb": {"enabled": False, "nme": "x"}}, {"compile": {"enabled": True}}):
+        for finding in found(**block):
+            assert "move it" not in finding.mend, finding
+
+
+def test_bfp16_is_bf16():
+    (finding,) = [each for each in found(bfp16={"enabled": True}) if each.path == "bfp16"]
+    assert "did you mean bf16?" in finding.problem
+
+
+def test_a_scheduler_of_torch_is_fine_at_stage_0_in_fp32():
+    block = {"type": "CosineAnnealingLR", "params": {"T_max": 10}}
+    zero = {"stage": 0}
+    assert not [each for each in found(scheduler=block, zero_optimization=zero) if each.rule == "scheduler"]
+    half = found(scheduler=block, zero_optimization=zero, bf16={"enabled": True})
+    assert [each for each in half if each.rule == "scheduler"]
+    assert [each for each in found(scheduler=block) if each.rule == "scheduler"]
+
+
+def test_torch_adam_takes_what_torch_takes():
+    params = {"lr": AUTO, "fused": True}
+    told = found(optimizer={"type": "AdamW", "params": {**params, "torch_adam": True}})
+    assert not [each for each in told if each.rule == "optimizer-param"]
+    told = found(optimizer={"type": "AdamW", "params": params})
+    assert [each for each in told if each.rule == "optimizer-param"]
+
+
+def test_the_mend_of_betas_is_not_the_problem_again():
+    told = found(optimizer={"type": "AdamW", "params": {"lr": AUTO, "betas": [0.9, 1.0]}})
+    (finding,) = [each for each in told if each.path == "optimizer.params.betas"]
+    assert finding.mend != finding.problem
+
+
+def test_auto_is_not_said_to_be_left_out_where_it_stands():
+    name = "stage3_gather_16bit_weights_on_model_save"
+    (finding,) = [
+        each for each in found(zero_optimization={"stage": 3, name: AUTO}) if "gathered" in each.rule
+    ]
+    assert '"auto", which counts as left out' in finding.problem
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_fix_keeps_the_line_ends(end):
+    text = json.dumps({**OWN, "gradient_clipping": None, "zero_optimization": {}}, indent=2)
+    mended = fix(text.replace("\n", end), Circumstances()).text
+    assert mended.count(end) == mended.count("\n") > 0
+    assert mended.count("\r") == (mended.count("\n") if end == "\r\n" else 0)
