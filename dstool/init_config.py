@@ -19,7 +19,7 @@ from dstool.ds_config import read, source
 from dstool.ds_config.build import build, dumps, of_run_file
 from dstool.ds_config.check import Finding
 from dstool.ds_config.looks import Circumstances
-from dstool.ds_config.options import WITHOUT_WARMUP, Options
+from dstool.ds_config.options import CHOICES, WITHOUT_WARMUP, Options
 from dstool.ds_config.presets import PRESETS
 from dstool.errors import ConfigError
 from dstool.files import typed
@@ -196,6 +196,12 @@ def _setting(word: str) -> tuple[str, Any]:
             f"--set {word}: not KEY.PATH=VALUE",
             hint="for example --set zero_optimization.reduce_bucket_size=500000000",
         )
+    block, _, last = path.partition(".")
+    if last == "type" and text in CHOICES.get(block, ()):
+        raise ConfigError(
+            f"--set {word}: the {block} has an option of its own, which writes its parameters too",
+            hint=f"dstool init-config --{block} {text}",
+        )
     try:
         return path, json.loads(text)
     except (ValueError, RecursionError):
@@ -314,7 +320,7 @@ def _refuse_whole_model(kept: Loaded, run_file: Path) -> None:
 
 
 def _warnings(text: str, around: Circumstances, run_file: Path = Path(RUN_FILE)) -> list[Finding]:
-    """What `dstool check` warns of; `ConfigError` for what it finds wrong."""
+    """What `dstool check` warns of; `ConfigError` or `NoDevice` for what it finds wrong."""
     parsed = source.parse(text)
     findings = ds_check.check(parsed, replace(around, machine=machine.look(parsed.value)))
     errors = [each for each in findings if each.severity == "error"]
@@ -325,7 +331,8 @@ def _warnings(text: str, around: Circumstances, run_file: Path = Path(RUN_FILE))
         if errors[0].rule in ("mismatch", "silent-winner"):
             hint = f"change that in {run_file}, or leave the option out that says otherwise"
         # The optimizer's folder and the parameters' are most often one, with one problem.
-        raise ConfigError("; ".join(dict.fromkeys(each.problem for each in errors)), hint=hint)
+        words = "; ".join(dict.fromkeys(each.problem for each in errors))
+        raise ds_check.error_of(errors)(words, hint=hint)
     return list({each.problem: each for each in findings}.values())
 
 

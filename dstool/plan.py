@@ -103,7 +103,10 @@ def plan(config: Config, options: Options | None = None) -> PlanResult:
     assumed: list[str] = []
     setup = _setup(config, options, assumed)
     limits = _limits(config, options, assumed)
+    if config.lora is not None and "r" not in config.lora.model_fields_set:
+        assumed.append(f"LoRA of rank {config.lora.r} (lora.r=16 for another)")
     _check_task(config)
+    _check_positions(config, options)
     ds, _ = _settled(config)
     own_optimizer = bool(ds) and "optimizer" not in ds
     shape = models.shape_of(config.model, config.lora, own_optimizer=own_optimizer)
@@ -283,6 +286,13 @@ def _state_bytes(given: OptimizerName | None, ds: Mapping[str, Any], train: Mapp
         written = OPTIMIZER_PARAMS["SGD"] if given else ds["optimizer"].get("params") or {}
         return 4 if written.get("momentum") else 0
     return memory.OPTIMIZER_STATES.get(str(name).lower(), 8)
+
+
+def _check_positions(config: Config, options: Options) -> None:
+    """Warn of texts that the model has no positions for."""
+    limit = models.positions_of(config.model)
+    if limit and options.seq_len and options.seq_len > limit:
+        logger.warning("--seq-len %d: the model is made for %d tokens", options.seq_len, limit)
 
 
 def _seq_len(config: Config) -> int:

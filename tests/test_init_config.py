@@ -17,7 +17,7 @@ from dstool.ds_config.looks import Circumstances, Machine
 from dstool.ds_config.options import CHOICES, Options
 from dstool.ds_config.presets import PRESETS
 from dstool.ds_config.source import parse
-from dstool.errors import ConfigError
+from dstool.errors import ConfigError, NoDevice
 from dstool.init_config import _train, _warnings, generate, init_config, options_of, refuse_files
 
 STAGES, OFFLOADS = (0, 1, 2, 3), ("none", "cpu", "nvme")
@@ -492,7 +492,9 @@ def test_c28_c32_no_combination_that_is_written_has_a_finding(monkeypatch):
 def test_c32_what_this_machine_cannot_run_is_refused():
     for options in (Options(optimizer="Lion"), Options(optimizer="Lamb", precision="fp16")):
         if not machine.has_gpu():
-            assert "needs a GPU" in refusal(options).message
+            with pytest.raises(NoDevice, match="needs a GPU"):
+                init_config(options)
+            assert contents() == {}
     assert "0.19.6 is the last that has it" in refusal(Options(optimizer="OneBitAdam")).message
 
 
@@ -521,3 +523,11 @@ def test_printing_the_json_takes_no_option_about_files():
     with pytest.raises(ConfigError, match="--output - prints the JSON alone, and --model"):
         refuse_files(model="m", data=None, task=None, as_json=False, force=False)
     refuse_files(model=None, data=None, task=None, as_json=False, force=False)
+
+
+@pytest.mark.parametrize("word", ["optimizer.type=SGD", "scheduler.type=OneCycle"])
+def test_a_type_that_is_set_by_hand_has_an_option(word):
+    with pytest.raises(ConfigError) as caught:
+        options_of(None, [word], stage=None, offload=None, nvme_path=None)
+    block, name = word.split(".type=")
+    assert caught.value.hint == f"dstool init-config --{block} {name}"

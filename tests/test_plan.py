@@ -519,3 +519,9 @@ def test_what_init_config_refuses_is_said_in_its_words(here: Path) -> None:
     assert refused.exit_code != 0
     message = refused.stderr.splitlines()[0].removeprefix("error: ")
     assert f"init-config refuses that here: {message}" in said
+
+
+def test_what_lora_and_the_length_were_taken_for_is_said(caplog):
+    result = planned(LLAMA_8B, flags={"lora": {"target_modules": "all-linear"}}, seq_len=200_000)
+    assert any(words.startswith("LoRA of rank ") for words in result.assumed)
+    assert "the model is made for" in caplog.text

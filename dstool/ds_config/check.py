@@ -13,7 +13,7 @@ from typing import Final
 from dstool.ds_config import rules, run_rules, source
 from dstool.ds_config.looks import Circumstances, Look, Raw, Severity
 from dstool.ds_config.source import Edit, Fault, Source
-from dstool.errors import ConfigError
+from dstool.errors import ConfigError, NoDevice
 
 ROUNDS: Final = 1000
 
@@ -105,6 +105,7 @@ _OF_VALUES: Final = frozenset(
         "mismatch",
         "null-block",
         "nvme-path",
+        "no-device",
         "offload-stage",
         "optimizer",
         "pinned",
@@ -183,7 +184,7 @@ _NAMELESS: Final = frozenset(
 def _told_once(raws: Iterable[Raw]) -> list[Raw]:
     """The findings without those that only follow from another."""
     raws = list(raws)
-    nameless = {raw.at for raw in raws if raw.rule in _NAMELESS}
+    nameless = {raw.at for raw in raws if raw.rule in _NAMELESS or raw.at == ("bfloat16",)}
     seen: set[tuple[str, ...]] = set()
     kept = []
     for raw in raws:
@@ -208,8 +209,10 @@ _SETTLED: Final = frozenset({"aio-in-zero", "byte-order-mark"})
 
 def refusal(
     findings: Iterable[Finding], *, json_name: str, run_name: str, places: bool
-) -> ConfigError | None:
+) -> ConfigError | NoDevice | None:
     """The one error that names all the errors among `findings` that stop a run; None without any.
+
+    It is `NoDevice` where another machine is all that is needed.
 
     Args:
         findings: of `check`.
@@ -233,7 +236,12 @@ def refusal(
         both = "; ".join(each.problem for each in differ)
         parts.append(f"{json_name} and {run_name} disagree: {both}")
         hint = f'in {json_name} set to "auto": {", ".join(each.path for each in differ)}'
-    return ConfigError("; ".join(parts), hint=hint)
+    return error_of(errors)("; ".join(parts), hint=hint)
+
+
+def error_of(errors: Iterable[Finding]) -> type[ConfigError | NoDevice]:
+    """What to raise for `errors`: `NoDevice` where another machine is all that is needed."""
+    return NoDevice if all(each.rule == "no-device" for each in errors) else ConfigError
 
 
 def _is_settled(finding: Finding) -> bool:

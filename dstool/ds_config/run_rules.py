@@ -567,7 +567,7 @@ def precision(look: Look) -> Iterator[Raw]:
     if name == "lamb" or (name == "lion" and not look.offloads):
         told = "the run stops: This op had not been implemented on CPU backend"
         words = f"{look.get(*_TYPE)} needs a GPU, and this machine has none"
-        yield Raw("precision", _TYPE, words, told, "take AdamW, or write the file where the GPUs are")
+        yield Raw("no-device", _TYPE, words, told, "take AdamW, or write the file where the GPUs are")
 
 
 RULES: Final[tuple[Rule, ...]] = (

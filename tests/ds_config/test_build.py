@@ -224,8 +224,8 @@ def test_dumps_keeps_korean_text_readable():
         (Options(accumulation=-1), "--accumulation -1: must be 1 or more"),
         (Options(global_batch=7, micro_batch=2), "--global-batch 7 is no multiple of --micro-batch"),
         (Options(lr=-1.0), "--lr -1.0: must be 0 or more"),
-        (Options(lr=float("inf")), "--lr inf: must be 0 or more"),
-        (Options(clip=float("nan")), "--clip nan: must be 0 or more"),
+        (Options(lr=float("inf")), "--lr inf: must be a finite number"),
+        (Options(clip=float("nan")), "--clip nan: must be a finite number"),
         (Options(warmup=2.5), "--warmup 2.5: steps are whole"),
         (Options(warmup=10, scheduler="OneCycle"), "OneCycle follows its own course and has no warm-up"),
         (

@@ -1155,7 +1155,7 @@ AROUND = [
     case(
         "C32 Lion on the CPU",
         text_of(optimizer={"type": "Lion", "params": {"lr": AUTO}}),
-        "precision",
+        "no-device",
         "optimizer.type",
         around=on(gpu=False),
     ),

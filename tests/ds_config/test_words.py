@@ -85,3 +85,8 @@ def test_fix_keeps_the_line_ends(end):
     mended = fix(text.replace("\n", end), Circumstances()).text
     assert mended.count(end) == mended.count("\n") > 0
     assert mended.count("\r") == (mended.count("\n") if end == "\r\n" else 0)
+
+
+def test_an_old_name_with_auto_is_one_finding():
+    (one,) = found(bfloat16={"enabled": AUTO})
+    assert (one.rule, one.path) == ("old-name", "bfloat16")
