@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dstool import adapters, files, models
+from dstool import adapters, files, launch, models
 from dstool.checkpoint import companions, layout, lora, reader, writer
 from dstool.checkpoint.pickles import TORCH_NAMES, DType
 from dstool.checkpoint.reader import Weights
@@ -72,6 +72,7 @@ def merge(
         ModelError: config.json is missing, or does not fit the weights.
         ConfigError: `output_dir` exists (and with `force`: is no model), lies in a checkpoint, or is or
             holds `input_dir`; or the shard size cannot be read.
+        EnvironmentUnfit: the disk is too small.
     """
     started = time.monotonic()
     writer.parse_size(max_shard_size)
@@ -81,7 +82,11 @@ def merge(
     files.refuse_replacing(output_dir, (*companions.COMPANIONS, *writer.WEIGHT_PATTERNS), force=force)
     plan = _planned(input_dir, zero_stage, dtype, base_model, keep_adapter=keep_adapter)
     wanted = writer.DTYPES[dtype or _trained_dtype(plan.folder)]
-    with files.new_folder(output_dir, force=force) as temporary:
+    with (
+        launch.ends_with_clean_up(),
+        writer.refusals_named(output_dir),
+        files.new_folder(output_dir, force=force) as temporary,
+    ):
         _write_companions(plan, temporary, wanted)
         written = writer.write_weights(
             plan.weights,
