@@ -41,6 +41,7 @@ LAYERS = (
         "dstool.data.names",
         "dstool.data.batches",
         "dstool.preflight",
+        "dstool.hub",
         "dstool.checkpoint",
         "dstool.checkpoint.pickles",
         "dstool.checkpoint.layout",
@@ -55,6 +56,7 @@ LAYERS = (
         "dstool.checkpoint.assemble",
         "dstool.models",
         "dstool.adapters",
+        "dstool.card",
     ),
     (
         "dstool.init_config",
