@@ -27,6 +27,7 @@ CARD = "README.md"
 PIPELINES: Mapping[Task, str] = {"text-classification": "text-classification", "causal-lm": "text-generation"}
 _OF_A_RUN = re.compile(r"|fp32|(consolidated/)?checkpoint-(?P<step>\d+)(/global_step\d+)?")
 """Where in a run's folder its weights lie."""
+_LOGGED = ("eval_loss", "eval_accuracy", "eval_f1")
 _UNWRITTEN = "[More Information Needed]"
 """In the form that peft saves with every adapter, with the path of the base model on this machine."""
 
@@ -109,9 +110,7 @@ def _metrics(home: Path, record: Mapping[str, Any], step: str | None) -> dict[st
         state = home / f"checkpoint-{step}" / "trainer_state.json"
         log = json.loads(state.read_text(encoding="utf-8"))["log_history"] if state.is_file() else []
         found = {key: value for line in log if line["step"] == int(step) for key, value in line.items()}
-        found = {
-            f"{key[5:]}": found[key] for key in ("eval_loss", "eval_accuracy", "eval_f1") if key in found
-        }
+        found = {key.removeprefix("eval_"): found[key] for key in _LOGGED if key in found}
     numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
     return {key: value for key, value in numbers.items() if math.isfinite(value)}
 
@@ -192,6 +191,7 @@ def _settings(run: Run) -> dict[str, Any]:
 
     batch, accumulated = of("per_device_train_batch_size"), of("gradient_accumulation_steps")
     ranks = run.record["world_size"]
+    parts = f"{batch} x {accumulated} accumulated x {ranks} ranks"
     optimizer = (ds.get("optimizer") or {}).get("type") or of("optim")
     versions = run.record.get("versions") or {}
     return {
@@ -199,7 +199,7 @@ def _settings(run: Run) -> dict[str, Any]:
         "precision": run.record["precision"],
         "optimizer": getattr(optimizer, "value", optimizer),
         "learning rate": of("learning_rate"),
-        "batch per step": f"{batch * accumulated * ranks} ({batch} per rank, {accumulated} accumulated, {ranks} ranks)",
+        "batch per step": f"{batch * accumulated * ranks}: {parts}",
         **({} if of("max_steps") > 0 else {"epochs": of("num_train_epochs")}),
         "steps": run.step,
         "seed": of("seed"),

@@ -1,4 +1,4 @@
-"""Pushing a model folder to the Hugging Face hub, and what can be found wrong with that before there is one."""
+"""Pushing a model folder to the Hugging Face hub, and what can be found wrong with that beforehand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from dstool import files, preflight
 from dstool.errors import ConfigError, EnvironmentUnfit
@@ -32,7 +32,7 @@ def check(repo: str) -> None:
     """
     if not is_name(repo):
         raise ConfigError(
-            f"{FLAG} {repo}: the hub has no such names, of at most 96 letters, digits, and - _ . between them",
+            f"{FLAG} {repo}: names there are at most 96 letters, digits, and - _ . between them",
             hint=f"{FLAG} NAME or {FLAG} OWNER/NAME",
         )
     if reason := preflight.silent_hub():
