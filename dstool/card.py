@@ -88,6 +88,9 @@ def run_of(source: Path) -> Run | None:
             record = json.loads((home / RECORD).read_text(encoding="utf-8"))
             config = load(home / RUN_FILE).config
             step = int(place["step"] or record["steps"])
+            record |= {"world_size": int(record["world_size"])}
+            if not {"stage", "precision"} <= record.keys():
+                return None
             return Run(config, record, _metrics(home, record, place["step"]), step)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ConfigError):
             return None  # a card is no reason to fail

@@ -159,6 +159,14 @@ def test_the_empty_form_that_peft_saves_is_no_card(run: Callable[..., Path], her
     assert card_of(here / "merged")[0]["base_model"] == "org/base-1"
 
 
+@pytest.mark.parametrize("lost", ["world_size", "stage", "precision", "steps"])
+def test_a_record_that_lacks_something_gives_no_card(lost: str, run: Callable[..., Path], here: Path) -> None:
+    out = run()
+    (out / "run.json").write_text(json.dumps({key: value for key, value in RECORD.items() if key != lost}))
+    merge(out, here / "merged")
+    assert not (here / "merged/README.md").exists()
+
+
 @pytest.mark.parametrize("broken", [None, "run.json", "dstool.yaml"])
 def test_no_card_is_made_up(broken: str | None, run: Callable[..., Path], tiny: Any, here: Path) -> None:
     source = run() if broken else tiny("llama")
