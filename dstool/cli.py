@@ -707,11 +707,15 @@ def merge(
     keep_adapter: Annotated[
         bool, typer.Option("--keep-adapter", help="Of a LoRA adapter: write it, not the sum.")
     ] = False,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(metavar="REPO", help="Then upload it to this repository on the Hugging Face hub."),
+    ] = None,
     config: ConfigOpt = None,
     force: ReplaceOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Make a folder that from_pretrained loads: weights, config, tokenizer, labels."""
+    """Make a folder that from_pretrained loads: weights, config, tokenizer, labels, model card."""
     from dstool.config import load
 
     flags = {
@@ -739,6 +743,7 @@ def merge(
             max_shard_size=section.max_shard_size,
             base_model=base_model,
             keep_adapter=keep_adapter,
+            push_to_hub=push_to_hub,
             force=force,
             progress=BytesProgress(),
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dstool import adapters, files, models
+from dstool import adapters, card, files, hub, launch, models
 from dstool.checkpoint import companions, layout, lora, reader, writer
 from dstool.checkpoint.pickles import TORCH_NAMES, DType
 from dstool.checkpoint.reader import Weights
@@ -40,6 +40,8 @@ class MergeResult:
     dtype: str
     bytes: int = field(metadata={"unit": "bytes"})
     seconds: float = field(metadata={"unit": "seconds"})
+    pushed_to: str | None = None
+    """Its address on the Hugging Face hub, where it was pushed there."""
 
 
 def merge(
@@ -51,10 +53,11 @@ def merge(
     max_shard_size: str = "5GB",
     base_model: str | None = None,
     keep_adapter: bool = False,
+    push_to_hub: str | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> MergeResult:
-    """Write the whole model of `input_dir` to `output_dir`: weights, config, tokenizer, templates, labels.
+    """Write the whole model of `input_dir` to `output_dir`: weights, config, tokenizer, labels, model card.
 
     The folder is loaded back with `from_pretrained` before it takes its name.
 
@@ -65,6 +68,7 @@ def merge(
         dtype: of the weights; by default that of the model's config, which is what it was trained in.
         base_model: what a LoRA adapter is added to, in place of what its adapter_config.json names.
         keep_adapter: write the adapter itself, not the model that it makes of its base.
+        push_to_hub: the repository on the Hugging Face hub that the folder is uploaded to.
         force: replace the model that is in `output_dir`.
 
     Raises:
@@ -72,17 +76,34 @@ def merge(
         ModelError: config.json is missing, or does not fit the weights.
         ConfigError: `output_dir` exists (and with `force`: is no model), lies in a checkpoint, or is or
             holds `input_dir`; or the shard size cannot be read.
+        EnvironmentUnfit: the disk is too small; or the model cannot be pushed, which is looked into first.
     """
     started = time.monotonic()
     writer.parse_size(max_shard_size)
     if input_dir.resolve().is_relative_to(output_dir.resolve()):
         raise ConfigError(f"{output_dir} is the input folder, or holds it", hint="name another --output-dir")
     layout.refuse_inside(output_dir, "name another --output-dir")
-    files.refuse_replacing(output_dir, (*companions.COMPANIONS, *writer.WEIGHT_PATTERNS), force=force)
+    files.refuse_replacing(
+        output_dir, (*companions.COMPANIONS, *writer.WEIGHT_PATTERNS, card.CARD), force=force
+    )
+    if push_to_hub is not None:
+        hub.check(push_to_hub)
     plan = _planned(input_dir, zero_stage, dtype, base_model, keep_adapter=keep_adapter)
     wanted = writer.DTYPES[dtype or _trained_dtype(plan.folder)]
-    with files.new_folder(output_dir, force=force) as temporary:
+    with (
+        launch.ends_with_clean_up(),
+        writer.refusals_named(output_dir),
+        files.new_folder(output_dir, force=force) as temporary,
+    ):
         _write_companions(plan, temporary, wanted)
+        card.write(
+            temporary,
+            input_dir,
+            plan.folder,
+            name=push_to_hub or output_dir.resolve().name,
+            base_model=base_model,
+            adapter=keep_adapter,
+        )
         written = writer.write_weights(
             plan.weights,
             temporary,
@@ -95,6 +116,7 @@ def merge(
             adapters.prove(temporary, plan.weights, plan.folder)
         else:
             models.prove_loadable(models.open_folder(temporary), input_dir)
+    address = hub.push(output_dir.resolve(), push_to_hub) if push_to_hub else None
     return MergeResult(
         output_dir=output_dir.resolve(),
         source=input_dir.resolve(),
@@ -105,6 +127,7 @@ def merge(
         dtype=_name(wanted),
         bytes=written.bytes,
         seconds=time.monotonic() - started,
+        pushed_to=address,
     )
 
 

@@ -42,6 +42,7 @@ LAYERS = (
         "dstool.data.names",
         "dstool.data.batches",
         "dstool.preflight",
+        "dstool.hub",
         "dstool.checkpoint",
         "dstool.checkpoint.pickles",
         "dstool.checkpoint.layout",
@@ -56,6 +57,7 @@ LAYERS = (
         "dstool.checkpoint.assemble",
         "dstool.models",
         "dstool.adapters",
+        "dstool.card",
     ),
     (
         "dstool.init_config",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from peft import AutoPeftModelForSequenceClassification
 from safetensors.torch import load_file
 
@@ -140,6 +141,22 @@ def test_an_adapter_can_be_kept(adapter: Path, here: Path) -> None:
     assert names.keys() == load_file(adapter / "adapter_model.safetensors").keys()
     assert {value.dtype for value in names.values()} == {torch.bfloat16}
     assert infer(TEXTS, load().config, model=here / "kept").predictions
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_card_of_an_adapter(kept: bool, adapter: Path, here: Path) -> None:
+    """What peft saves beside a checkpoint names the base model's folder on this machine."""
+    assert str(here.parent) in (adapter / "checkpoint-4/README.md").read_text()
+    merge(adapter / "checkpoint-4", here / "merged", keep_adapter=kept)
+    card = ModelCard.load(here / "merged/README.md")
+    assert (card.data.library_name, card.data.tags) == (
+        "peft" if kept else "transformers",
+        ["deepspeed", "lora"],
+    )
+    assert str(here.parent) not in card.content
+    assert "| LoRA | r 4, alpha 8 |" in card.text
+    snippet = card.text.split("```python\n")[1].split("```")[0]
+    exec(compile(snippet, "card", "exec"), {})
 
 
 def test_a_base_model_that_does_not_fit_is_named(

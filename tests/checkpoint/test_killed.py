@@ -1,4 +1,4 @@
-"""A consolidate that is ended at any moment leaves nothing half-written under the final name."""
+"""A consolidate or merge that is ended at any moment leaves nothing half-written under the final name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 import dstool
 from dstool.consolidate import consolidate
 from dstool.errors import EnvironmentUnfit
+from dstool.merge import merge
 
 ROOT = Path(dstool.__file__).parents[1]
 COMMAND = [sys.executable, "-m", "dstool", "consolidate"]
@@ -190,6 +191,45 @@ def test_a_disk_that_is_full_is_one_line_with_deepspeeds_functions_too(
     with pytest.raises(EnvironmentUnfit):
         consolidate(root, small_disk / "out", engine="deepspeed")
     assert list(small_disk.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_leaves_nothing_of_a_merge_behind(
+    number: int, code: int, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = tiny("llama", hidden_size=512, intermediate_size=10_000)  # 120 MB
+    argv = [sys.executable, "-m", "dstool", "merge", "--input-dir", str(source), "-o", str(tmp_path / "out")]
+    process = subprocess.Popen(
+        argv, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".tmp-*")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(number)
+    _, errors = process.communicate()
+    if process.returncode == 0:
+        pytest.skip("it was done before the signal came")
+    assert process.returncode == code, errors
+    assert b"Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_at_any_moment_of_a_merge(tiny: Callable[..., Path], small_disk: Path) -> None:
+    """Room for all, for what comes before the weights, and for less and less of that."""
+    source = tiny("llama")
+    needed = sum(file.stat().st_size for file in source.iterdir()) // 4096
+    ends = []
+    for pages in (needed + 8, needed, *range(12, -1, -3)):
+        leave(small_disk, pages)
+        try:
+            merge(source, small_disk / "a/out")
+            shutil.rmtree(small_disk / "a")
+            ends.append("done")
+        except EnvironmentUnfit as error:
+            ends.append("late" if error.hint == f"df -h '{small_disk}' shows the space there" else "early")
+        assert [each.name for each in small_disk.iterdir()] == ["other"]
+    assert ends == sorted(ends, key=["done", "early", "late"].index)
+    assert set(ends) == {"done", "early", "late"}
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None or os.geteuid() != 0, reason="another user is needed")
