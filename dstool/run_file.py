@@ -24,12 +24,16 @@ def changed(path: Path, changes: Mapping[str, Any]) -> str:
     """
     text = path.read_bytes().decode("utf-8-sig")
     wanted = _values(text)
-    train = wanted.setdefault("train", {})
-    for name, value in changes.items():
-        text = _with(text, name, value)
-        train.pop(name, None)
-        train.update({} if value is None else {name: value})
-    if _values(text) != wanted:
+    train = wanted["train"] = wanted.get("train") or {}
+    try:
+        for name, value in changes.items():
+            text = _with(text, name, value)
+            train.pop(name, None)
+            train.update({} if value is None else {name: value})
+        whole = _values(text) == wanted
+    except yaml.YAMLError:  # an anchor has gone
+        whole = False
+    if not whole:
         said = ", ".join(f"train.{name}: {shown(value)}" for name, value in changes.items())
         raise ConfigError(f"{path} cannot be changed line by line", hint=f"write into it: {said}")
     return text
@@ -49,7 +53,8 @@ def shown(value: Any) -> str:
         return "null"
     if isinstance(value, bool | str):
         return str(value).lower()
-    return f"{value:g}".replace("e-0", "e-")
+    short = f"{value:g}"
+    return (short if float(short) == value else repr(value)).replace("e-0", "e-")
 
 
 def _values(text: str) -> dict[str, Any]:
@@ -58,9 +63,12 @@ def _values(text: str) -> dict[str, Any]:
 
 def _with(text: str, name: str, value: Any) -> str:
     """`text` with train's `name` as `value`; unchanged where there is no place for it."""
+    line_end = "\r\n" if "\r\n" in text else "\n"
+    if not text.endswith("\n"):
+        text += line_end
     train = _entries(yaml.compose(text, config.Loader)).get("train")
     if train is None:
-        return f"{text}\ntrain:\n  {name}: {shown(value)}\n"
+        return f"{text}{line_end}train:{line_end}  {name}: {shown(value)}{line_end}"
     block, entries = train[1], _entries(train[1])
     if name in entries and value is not None:
         old = entries[name][1]
@@ -68,12 +76,11 @@ def _with(text: str, name: str, value: Any) -> str:
     if not isinstance(block, yaml.MappingNode) or block.flow_style or not entries:
         return text
     key, old = entries.get(name) or next(reversed(entries.values()))
-    start = key.start_mark.index - key.start_mark.column
-    end = text.find("\n", old.end_mark.index) + 1 or len(text)
+    indent = key.start_mark.column
+    end = text.index("\n", old.end_mark.index - 1) + 1
     if name in entries:
-        return text[:start] + text[end:]
-    line = f"{' ' * key.start_mark.column}{name}: {shown(value)}\n"
-    return f"{text[:end]}{'' if text[:end].endswith(chr(10)) else chr(10)}{line}{text[end:]}"
+        return text[: key.start_mark.index - indent] + text[end:]
+    return f"{text[:end]}{' ' * indent}{name}: {shown(value)}{line_end}{text[end:]}"
 
 
 def _entries(node: yaml.Node | None) -> dict[str, tuple[yaml.Node, yaml.Node]]:

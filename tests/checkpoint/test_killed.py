@@ -73,6 +73,20 @@ def test_it_is_whole_or_not_there_after_kill_9_at_any_moment(
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")["w"], weight)
 
 
+def ends_clean(process: subprocess.Popen[bytes], number: int, code: int, folder: Path) -> None:
+    """Send the signal once `process` writes into `folder`: it ends with `code`, and nothing is left there."""
+    deadline = time.monotonic() + 60
+    while not list(folder.glob(".tmp-*")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(number)
+    _, errors = process.communicate()
+    if process.returncode == 0:
+        pytest.skip("it was done before the signal came")
+    assert process.returncode == code, errors
+    assert b"Traceback" not in errors
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
@@ -80,16 +94,7 @@ def test_a_signal_leaves_nothing_behind(
     number: int, code: int, large: tuple[Path, torch.Tensor], tmp_path: Path
 ) -> None:
     process = start(large[0], tmp_path / "out", "--dtype", "fp16")
-    deadline = time.monotonic() + 20
-    while not list(tmp_path.glob(".tmp-*")) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.send_signal(number)
-    _, errors = process.communicate()
-    if process.returncode == 0:
-        pytest.skip("it was done before the signal came")
-    assert process.returncode == code
-    assert b"Traceback" not in errors
-    assert list(tmp_path.iterdir()) == []
+    ends_clean(process, number, code, tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
@@ -202,16 +207,7 @@ def test_a_signal_leaves_nothing_of_a_merge_behind(
     process = subprocess.Popen(
         argv, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".tmp-*")) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.send_signal(number)
-    _, errors = process.communicate()
-    if process.returncode == 0:
-        pytest.skip("it was done before the signal came")
-    assert process.returncode == code, errors
-    assert b"Traceback" not in errors
-    assert list(tmp_path.iterdir()) == []
+    ends_clean(process, number, code, tmp_path)
 
 
 def test_a_disk_that_is_full_at_any_moment_of_a_merge(tiny: Callable[..., Path], small_disk: Path) -> None:
