@@ -1,5 +1,6 @@
 """Single values of a run file are changed; everything else in it stays, byte for byte."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,12 @@ from dstool.config import Loader
 from dstool.errors import ConfigError
 from dstool.run_file import changed
 
-PATH = Path("dstool.yaml")
-
 
 def after(text, **changes):
-    PATH.write_bytes(text.encode())
-    return changed(PATH, changes)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "dstool.yaml")
+        path.write_bytes(text.encode())
+        return changed(path, changes)
 
 
 @pytest.mark.parametrize(
