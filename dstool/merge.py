@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -89,6 +88,8 @@ def merge(
     if push_to_hub is not None:
         hub.check(push_to_hub)
     plan = _planned(input_dir, zero_stage, dtype, base_model, keep_adapter=keep_adapter)
+    if push_to_hub is not None and plan.adapter is not None:
+        _refuse_own_base(plan.adapter)
     wanted = writer.DTYPES[dtype or _trained_dtype(plan.folder)]
     with (
         launch.ends_with_clean_up(),
@@ -143,7 +144,8 @@ class _Plan:
     """Of an adapter: the base model, which has what `home` lacks."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Values of config.json that are other ones then."""
-    keep_adapter: bool = False
+    adapter: Mapping[str, Any] | None = None
+    """The adapter_config.json, where the adapter is kept."""
 
 
 def _planned(
@@ -181,9 +183,20 @@ def _planned_adapter(home: Path, weights: Weights, named: str | None, *, keep_ad
     base = adapters.base_folder(named, adapter.settings, home)
     folder, changes = adapters.model_of(home, base, adapter)
     if keep_adapter:
-        return _Plan(weights, folder, home, base, changes, keep_adapter=True)
+        named_in = {"base_model_name_or_path": named} if named else {}
+        return _Plan(weights, folder, home, base, changes, {**adapter.settings, **named_in})
     summed, more = adapters.fold(base, adapter, folder)
     return _Plan(summed, folder, home, base, {**changes, **more})
+
+
+def _refuse_own_base(settings: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for an adapter that others could not load, and that tells of this machine."""
+    name = settings.get("base_model_name_or_path")
+    if card.hub_name(name) is None:
+        raise ConfigError(
+            f"{hub.FLAG}: the base model of the adapter is {name}, which is here alone",
+            hint="--base-model NAME_ON_THE_HUB, or leave --keep-adapter out",
+        )
 
 
 def _write_companions(plan: _Plan, target: Path, dtype: DType) -> None:
@@ -191,8 +204,9 @@ def _write_companions(plan: _Plan, target: Path, dtype: DType) -> None:
     companions.copy(plan.home, target)
     if plan.base is not None:
         companions.fill(plan.base, target)
-    if plan.keep_adapter:
-        shutil.copyfile(plan.home / lora.ADAPTER_CONFIG, target / lora.ADAPTER_CONFIG)
+    if plan.adapter is not None:
+        text = json.dumps(plan.adapter, indent=2, ensure_ascii=False)
+        (target / lora.ADAPTER_CONFIG).write_text(f"{text}\n", encoding="utf-8")
     companions.set_values(target, plan.changes)
     companions.set_dtype(target, dtype)
 

@@ -143,6 +143,22 @@ def test_an_adapter_can_be_kept(adapter: Path, here: Path) -> None:
     assert infer(TEXTS, load().config, model=here / "kept").predictions
 
 
+def test_a_kept_adapter_names_the_base_model_that_is_given(adapter: Path, here: Path) -> None:
+    base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    Path("base").symlink_to(base)
+    merge(adapter, here / "kept", keep_adapter=True, base_model="base")
+    assert json.loads((here / "kept/adapter_config.json").read_text())["base_model_name_or_path"] == "base"
+
+
+def test_an_adapter_of_a_model_that_is_here_alone_is_not_pushed(
+    adapter: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dstool.hub.check", lambda repo: None)  # test_card.py has a hub; this needs none
+    with pytest.raises(ConfigError, match="which is here alone"):
+        merge(adapter, here / "kept", keep_adapter=True, push_to_hub="org/m")
+    assert not (here / "kept").exists()
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_the_card_of_an_adapter(kept: bool, adapter: Path, here: Path) -> None:
     """What peft saves beside a checkpoint names the base model's folder on this machine."""
