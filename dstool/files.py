@@ -23,12 +23,13 @@ from dstool.errors import ConfigError
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` (UTF-8) to `path`, replacing a file that is there.
+    """Write `text` (UTF-8) to `path`, replacing a file that is there; its rights, and a link to it, stay.
 
     Raises:
         ConfigError: the system does not let `path` be written.
     """
     data = text.encode("utf-8")
+    path = path.resolve() if path.is_symlink() else path
     with _parents_of(path), _refusals_named(path):
         handle, name = tempfile.mkstemp(prefix=f".tmp-{path.name}-", dir=path.parent)
         temporary = Path(name)
@@ -37,7 +38,7 @@ def write_text(path: Path, text: str) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.chmod(0o666 & ~_umask())
+            temporary.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)

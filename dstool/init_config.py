@@ -23,7 +23,7 @@ from dstool.ds_config.options import CHOICES, WITHOUT_WARMUP, Options
 from dstool.ds_config.presets import PRESETS
 from dstool.errors import ConfigError
 from dstool.files import typed
-from dstool.run_file import shown
+from dstool.run_file import by_hand, shown
 
 logger = logging.getLogger("dstool.init_config")
 
@@ -36,12 +36,13 @@ class InitResult:
     """The files that were written, and those that were there and stay as they are.
 
     `named` is the JSON that a run file which stays names in place of the one that was written.
+    It is a text where that is no file.
     """
 
     written: tuple[Path, ...]
     kept: tuple[Path, ...]
     nvme_path: Path | None
-    named: Path | None = None
+    named: Path | str | None = None
 
 
 def init_config(
@@ -203,9 +204,14 @@ def _setting(word: str) -> tuple[str, Any]:
             hint=f"dstool init-config --{block} {text}",
         )
     try:
-        return path, json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return path, text
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise ConfigError(f"--set {word}: JSON has finite numbers alone", hint=f"--set {path}=1.0") from None
+    return path, value
 
 
 def refuse_files(**given: Any) -> None:
@@ -255,11 +261,14 @@ def _is_empty(run_file: Path) -> bool:
     return all(not line.strip() or line.lstrip().startswith("#") for line in lines)
 
 
-def _named_instead(kept: Loaded | None, output: Path) -> Path | None:
-    """The JSON that the run file names, where that is not the one written."""
-    named = kept.config.deepspeed if kept else None
-    same = not isinstance(named, str) or Path(named).resolve() == output.resolve()
-    return None if same or not isinstance(named, str) else Path(named)
+def _named_instead(kept: Loaded | None, output: Path) -> Path | str | None:
+    """What the run file that stays names, where that is not the JSON that was written."""
+    if kept is None:
+        return None
+    named = kept.config.deepspeed
+    if not isinstance(named, str):
+        return "a mapping of its own" if named else "no JSON"
+    return None if Path(named).resolve() == output.resolve() else Path(named)
 
 
 _TRAINERS_DEFAULTS = {"warmup_steps": 0, "gradient_checkpointing": False}
@@ -277,9 +286,8 @@ def _refuse_names(run_file: Path, *, new: bool) -> None:
 def _refuse_changes(run_file: Path, changes: Mapping[str, Any], *, force: bool) -> None:
     """Raise `ConfigError` where the run file stays, and would have to say something else."""
     if changes and not force:
-        said = ", ".join(f"train.{name}: {shown(value)}" for name, value in changes.items())
         raise ConfigError(
-            f"{run_file} stays as it is, and these options need it to say {said}",
+            f"{run_file} stays as it is, and these options need another `train:` in it: {by_hand(changes)}",
             hint="--force changes that in it, and leaves the rest of it",
         )
 

@@ -19,8 +19,7 @@ def changed(path: Path, changes: Mapping[str, Any]) -> str:
     """The text of the run file at `path` with `changes` to its `train:`; a field that is None is taken out.
 
     Raises:
-        ConfigError: a file that is written in a way in which single lines cannot be changed (an anchor, or
-            a mapping in braces).
+        ConfigError: a file in which that would change more, such as one with an anchor there.
     """
     text = path.read_bytes().decode("utf-8-sig")
     wanted = _values(text)
@@ -34,8 +33,10 @@ def changed(path: Path, changes: Mapping[str, Any]) -> str:
     except yaml.YAMLError:  # an anchor has gone
         whole = False
     if not whole:
-        said = ", ".join(f"train.{name}: {shown(value)}" for name, value in changes.items())
-        raise ConfigError(f"{path} cannot be changed line by line", hint=f"write into it: {said}")
+        raise ConfigError(
+            f"{path} is written in a way that dstool cannot change without touching the rest of it",
+            hint=f"under train: in it, {by_hand(changes)}, and give the command again",
+        )
     return text
 
 
@@ -47,10 +48,16 @@ def write(path: Path, text: str, changes: Mapping[str, Any]) -> None:
         logger.info("%s: train.%s %s", path, name, words)
 
 
+def by_hand(changes: Mapping[str, Any]) -> str:
+    """`changes` as something to do."""
+    return ", ".join(
+        f"delete {name}" if value is None else f"write {name}: {shown(value)}"
+        for name, value in changes.items()
+    )
+
+
 def shown(value: Any) -> str:
     """`value` as YAML has it, a number as people write it."""
-    if value is None:
-        return "null"
     if isinstance(value, bool | str):
         return str(value).lower()
     short = f"{value:g}"
@@ -71,16 +78,25 @@ def _with(text: str, name: str, value: Any) -> str:
         return f"{text}{line_end}train:{line_end}  {name}: {shown(value)}{line_end}"
     block, entries = train[1], _entries(train[1])
     if name in entries and value is not None:
-        old = entries[name][1]
-        return text[: old.start_mark.index] + shown(value) + text[old.end_mark.index :]
-    if not isinstance(block, yaml.MappingNode) or block.flow_style or not entries:
-        return text
+        return _put(text, entries[name][1], shown(value))
+    if isinstance(block, yaml.ScalarNode):  # an empty one
+        return _put(text, block, f"{line_end}  {name}: {shown(value)}")
+    if isinstance(block, yaml.CollectionNode) and block.flow_style:
+        comma = ", " if entries else ""
+        at = block.end_mark.index - 1
+        return f"{text[:at]}{comma}{name}: {shown(value)}{text[at:]}" if name not in entries else text
     key, old = entries.get(name) or next(reversed(entries.values()))
     indent = key.start_mark.column
     end = text.index("\n", old.end_mark.index - 1) + 1
     if name in entries:
         return text[: key.start_mark.index - indent] + text[end:]
     return f"{text[:end]}{' ' * indent}{name}: {shown(value)}{line_end}{text[end:]}"
+
+
+def _put(text: str, node: yaml.Node, value: str) -> str:
+    """`text` with `value` in the place of a scalar, which may be empty."""
+    gap = "" if value.startswith(("\r", "\n")) else " "
+    return text[: node.start_mark.index].rstrip(" ") + gap + value + text[node.end_mark.index :]
 
 
 def _entries(node: yaml.Node | None) -> dict[str, tuple[yaml.Node, yaml.Node]]:

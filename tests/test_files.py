@@ -295,3 +295,12 @@ def test_what_a_killed_process_leaves_behind_is_no_result():
     with new_folder(Path("runs/out")) as folder:
         (folder / "x").write_text("2")
     assert tree("runs/out") == {"x": "2"}
+
+
+def test_a_file_that_is_replaced_keeps_its_rights_and_a_link_to_it_stays(tmp_path):
+    real, link = tmp_path / "real.yaml", tmp_path / "dstool.yaml"
+    real.write_text("old")
+    real.chmod(0o600)
+    link.symlink_to(real)
+    write_text(link, "new")
+    assert (link.is_symlink(), real.read_text(), real.stat().st_mode & 0o777) == (True, "new", 0o600)

@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from dstool import cli, machine, preflight
 from dstool import init_config as module
-from dstool import machine, preflight
 from dstool.config import RUN_FILE, load
 from dstool.ds_config import read
 from dstool.ds_config.build import build
@@ -175,10 +176,10 @@ def test_names_for_a_run_file_that_exists_are_refused(names):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (Options(scheduler="ConstantLR"), "train.lr_scheduler_type: constant, train.warmup_steps: 0"),
-        (Options(optimizer="none", lr=2e-5), "train.learning_rate: 2e-5"),
-        (Options(warmup=0.2), "train.warmup_steps: 0.2"),
-        (Options(activation_checkpointing=True), "train.gradient_checkpointing: true"),
+        (Options(scheduler="ConstantLR"), "write lr_scheduler_type: constant, write warmup_steps: 0"),
+        (Options(optimizer="none", lr=2e-5), "write learning_rate: 2e-5"),
+        (Options(warmup=0.2), "write warmup_steps: 0.2"),
+        (Options(activation_checkpointing=True), "write gradient_checkpointing: true"),
     ],
     ids=str,
 )
@@ -195,12 +196,12 @@ def test_a_run_file_that_says_it_already_stays():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (Options(lr=2e-5), "train.learning_rate: 2e-5"),
-        (Options(micro_batch=4), "train.per_device_train_batch_size: 4"),
-        (Options(warmup=20), "train.warmup_steps: 20"),
-        (Options(clip=0.5), "train.max_grad_norm: 0.5"),
-        (Options(precision="bf16"), "train.fp16: false"),
-        (Options(), "train.lr_scheduler_type: null"),
+        (Options(lr=2e-5), "write learning_rate: 2e-5"),
+        (Options(micro_batch=4), "write per_device_train_batch_size: 4"),
+        (Options(warmup=20), "write warmup_steps: 20"),
+        (Options(clip=0.5), "write max_grad_norm: 0.5"),
+        (Options(precision="bf16"), "write fp16: false"),
+        (Options(), "delete lr_scheduler_type"),
     ],
     ids=str,
 )
@@ -217,9 +218,9 @@ def test_a_run_file_that_contradicts_an_option_is_changed_by_force_alone(options
     result = init_config(options, force=True)
     assert result.written[1] == Path.cwd() / RUN_FILE
     lines = Path(RUN_FILE).read_text().splitlines()
-    name, value = said.removeprefix("train.").split(": ")
-    assert sum(name in line for line in lines) == (value != "null")
-    assert value == "null" or any(line.startswith(f"  {name}: {value}") for line in lines)
+    verb, _, line = said.partition(" ")
+    assert sum(line.split(":")[0] in each for each in lines) == (verb == "write")
+    assert verb == "delete" or any(each.startswith(f"  {line}") for each in lines)
     assert (lines[0], lines[-1]) == ("# mine", "# the end")
     assert preflight.settle(load(words=["deepspeed=ds_config.json"]).config)
     assert init_config(options, force=True).kept  # agrees by now
@@ -233,12 +234,34 @@ def test_what_the_run_file_lacks_is_put_into_its_train_block():
     )
 
 
-def test_a_run_file_that_cannot_be_changed_line_by_line_stays_with_the_json_unwritten():
-    Path(RUN_FILE).write_text(MINE)
-    error = refusal(Options(activation_checkpointing=True), force=True)
-    assert error.hint == "write into it: train.gradient_checkpointing: true"
+def test_a_run_file_that_cannot_be_changed_stays_with_the_json_unwritten():
+    Path(RUN_FILE).write_text("train:\n  seed: &a 1\n  warmup_steps: *a\n")
+    error = refusal(Options(warmup=7), force=True)
+    assert error.hint == "under train: in it, write warmup_steps: 7, and give the command again"
     assert not Path("ds_config.json").exists()
-    assert Path(RUN_FILE).read_text() == MINE
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ("deepspeed: ds_config.json", None),
+        ("deepspeed: ds2.json", Path("ds2.json")),
+        ("deepspeed: {zero_optimization: {stage: 1}}", "a mapping of its own"),
+        ("deepspeed: null", "no JSON"),
+        ("", "no JSON"),
+    ],
+)
+def test_a_run_file_that_does_not_name_the_json_is_told_of(said, named):
+    Path(RUN_FILE).write_text(f"{MINE}{said}\n")
+    assert init_config(Options()).named == named
+    done = CliRunner().invoke(cli.app, ["init-config", "--force"])
+    assert (" deepspeed=ds_config.json" in done.output) == (named is not None)
+
+
+@pytest.mark.parametrize("word", ["gradient_clipping=Infinity", "optimizer.params.lr=NaN", "x=[1e999]"])
+def test_a_set_number_that_is_not_finite_is_refused(word):
+    with pytest.raises(ConfigError, match="finite"):
+        options_of(None, [word], stage=None, offload=None, nvme_path=None)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

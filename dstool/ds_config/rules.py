@@ -232,13 +232,19 @@ _MAY_BE_NULL: Final = frozenset(
 
 def null_blocks(look: Look) -> Iterator[Raw]:
     """Blocks that are null, in which DeepSpeed looks for keys at once."""
+    told = "DeepSpeed stops with a traceback, after the model has loaded"
     for path, value in _leaves(look.ds, ()):
         key = keys.keys().get(".".join(path))
         if value is not None or key is None or "object" not in key.types or "null" in key.types:
             continue
-        if key.path not in _MAY_BE_NULL:
-            words = f"{key.path} is null where a block is expected"
-            told = "DeepSpeed stops with a traceback, after the model has loaded"
+        if key.path in _MAY_BE_NULL and not (
+            key.path == "scheduler.params" and look.get("scheduler", "type")
+        ):
+            continue
+        words = f"{key.path} is null where a block is expected"
+        if path == ("zero_optimization",):  # without it a stage has to be chosen
+            yield Raw("null-block", path, words, told, 'write {"stage": 2}, or another stage')
+        else:
             yield Raw("null-block", path, words, told, "delete the key", delete(look, path))
 
 

@@ -1409,10 +1409,16 @@ def test_deepspeed_has_no_amsgrad(optimizer):
         getattr(adams, optimizer)([torch.nn.Parameter(torch.ones(1))], amsgrad=True)
 
 
-def test_a_null_zero_block_is_refused_and_becomes_stage_0():
+def test_a_null_zero_block_is_refused_and_its_stage_is_not_guessed():
     text = text_of(zero_optimization=None)
     assert [(each.rule, each.path) for each in found(text)] == [("null-block", ZERO)]
-    assert json.loads(fix(text, NOWHERE).text)[ZERO] == {"stage": 0}
+    assert fix(text, NOWHERE).text == text
+
+
+def test_a_scheduler_with_null_for_its_parameters_is_refused():
+    """The engine unpacks them (deepspeed 0.19.8, runtime/engine.py `_configure_lr_scheduler`)."""
+    (one,) = found(text_of(scheduler={"type": "WarmupLR", "params": None}))
+    assert (one.rule, one.path) == ("null-block", "scheduler.params")
 
 
 def test_a_batch_that_fits_is_fine():
