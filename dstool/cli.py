@@ -287,6 +287,7 @@ def init_config(
         "nvme_space": nvme_space,
         "seq_len": seq_len,
     }
+    length: int | None = None
     if auto:
         verb.refuse_with_auto(
             preset=preset,
@@ -303,7 +304,7 @@ def init_config(
             "gradient_checkpointing": activation_checkpointing,
         }
         flags = {"model.task": task, "train.gradient_accumulation_steps": accumulation}
-        stage, offload, found = _planned(model, flags, given, lora=lora)
+        stage, offload, found, length = _planned(model, flags, given, lora=lora)
         task = found if model else task
     else:
         verb.refuse_without_auto(model, **plan_for, lora=lora)
@@ -333,7 +334,7 @@ def init_config(
         out.text(verb.json_alone(options)[:-1])
         return
     result = verb.init_config(
-        options, Path(output), model=model, data=data, task=task, lora=lora, force=force
+        options, Path(output), model=model, data=data, task=task, lora=lora, length=length, force=force
     )
     other = f" deepspeed={typed(Path(output))}" if result.named else ""
     out.result("Initialised", result, next_command=f"dstool train{other}")
@@ -341,8 +342,8 @@ def init_config(
 
 def _planned(
     model: str | None, flags: dict[str, Any], given: dict[str, Any], *, lora: bool
-) -> tuple[Any, Any, Any]:
-    """The stage and offload that `dstool plan` recommends for the model given, or the run file's; its task.
+) -> tuple[Any, Any, Any, int]:
+    """What `dstool plan` recommends for the model given, or the run file's: stage, offload, task and length.
 
     `flags` go over the run file, `given` are options of the plan; None is not given.
     """
@@ -368,7 +369,7 @@ def _planned(
         result = planning.plan(config, options)
     words += [f"{key}={value}" for key, value in flags.items() if value is not None]
     planning.log_choice(result, planning.command(options, *words))
-    return result.stage, result.offload, config.model.task
+    return result.stage, result.offload, config.model.task, result.setup.seq_len
 
 
 @app.command()
@@ -479,32 +480,31 @@ def plan(
     if as_json:
         out.result("", result)
     else:
-        given: dict[str, Any] = {
-            "model": model,
-            "task": settings.model.task if model else None,
-            "precision": precision,
-        }
-        given |= {"micro-batch": micro_batch, "optimizer": optimizer}
+        given: dict[str, Any] = {"model": model, "task": settings.model.task if model else None}
+        flags = {"precision": precision, "micro-batch": micro_batch, "optimizer": optimizer}
+        said = {} if model else verb.said_in_json(settings)
+        given |= {**said, **{name: value for name, value in flags.items() if value is not None}}
         out.text(verb.show(result, _as_options(given, activation_checkpointing=gradient_checkpointing)))
         if result.stage is not None:
-            _say_of_planned(
-                optimizer, result.stage, result.offload or "none", lora=lora and loaded.config.lora is None
-            )
+            later = [*(words or ()), *verb.as_words(settings, seq_len)]
+            later += ["lora.target_modules=all-linear"] if lora and loaded.config.lora is None else []
+            _say_of_planned(optimizer, result.stage, result.offload or "none", later)
 
 
 def _as_options(given: dict[str, Any], *, activation_checkpointing: bool | None) -> str:
     """What was given to plan, as init-config takes it."""
     said = [f" --{name} {typed(str(value))}" for name, value in given.items() if value is not None]
-    return "".join(said) + (" --activation-checkpointing" if activation_checkpointing else "")
+    said += [" --activation-checkpointing"] if activation_checkpointing else []
+    return "".join(said) + (" --force" if Path("ds_config.json").exists() else "")
 
 
-def _say_of_planned(optimizer: OptimizerName | None, stage: Any, offload: Any, *, lora: bool) -> None:
+def _say_of_planned(optimizer: OptimizerName | None, stage: Any, offload: Any, words: Sequence[str]) -> None:
     """Say what init-config would refuse on this machine, and what it has no option for."""
     from dstool import init_config as writing
     from dstool.ds_config.options import Options
 
-    if lora:
-        out.text("then: dstool train lora.target_modules=all-linear")
+    if words:
+        out.text(" ".join(["then: dstool train", *map(typed, words)]))
     if optimizer is None:
         return
     try:

@@ -54,13 +54,14 @@ def init_config(
     data: str | None = None,
     task: Task | None = None,
     lora: bool = False,
+    length: int | None = None,
     force: bool = False,
 ) -> InitResult:
     """Write the DeepSpeed JSON to `output` and, where there is none, a run file that names it.
 
     `force` writes over the JSON. A run file is people's own work: only what `options` decide is changed in
     it, and it is written over only when `model`, `data` or `task` asks for another as well. With `lora` it
-    is to train an adapter alone.
+    is to train an adapter alone. `length` are the tokens in a row of a new run file.
 
     Raises:
         ConfigError: options that contradict each other, the machine or the run file, or a file that exists.
@@ -89,7 +90,7 @@ def init_config(
     if kept is None:
         here = os.path.relpath(output, run_file.parent)
         task = task or "text-classification"
-        run_text = run_file_text(here, options, model=model, data=data, task=task, lora=lora)
+        run_text = run_file_text(here, options, model=model, data=data, task=task, lora=lora, length=length)
         files.write_text(run_file, run_text)
     _tell(options, run_file, warnings)
     return InitResult(
@@ -374,6 +375,7 @@ def run_file_text(
     data: str | None,
     task: Task,
     lora: bool = False,
+    length: int | None = None,
 ) -> str:
     """A run file with a comment on every line: for `model` and `data`, or runnable on the bundled sample."""
     other = "causal-lm" if task == "text-classification" else "text-classification"
@@ -385,7 +387,7 @@ def run_file_text(
             if model
             else _SCRATCH[task]
         ),
-        *_data_lines(data, task),
+        *_data_lines(data, task, length),
         *_train_lines(model is not None, options),
         *(((_LORA, "an adapter alone is trained, on every linear layer"),) if lora else ()),
         (f"deepspeed: {scalar(json_path)}", "the DeepSpeed JSON: a path, or the same mapping written here"),
@@ -424,10 +426,13 @@ _SCRATCH = {
 }
 
 
-def _data_lines(data: str | None, task: Task) -> list[tuple[str, str]]:
+def _data_lines(data: str | None, task: Task, length: int | None) -> list[tuple[str, str]]:
     last = {
-        "text-classification": ("  label_column: label", "the column with the label: words or whole numbers"),
-        "causal-lm": ("  block_size: 128", "tokens in a block; texts are packed end to end"),
+        "text-classification": [
+            ("  label_column: label", "the column with the label: words or whole numbers"),
+            *([(f"  max_length: {length}", "tokens of a text; what is longer is cut")] if length else []),
+        ],
+        "causal-lm": [(f"  block_size: {length or 128}", "tokens in a block; texts are packed end to end")],
     }
     return [
         ("data:", "the text"),
@@ -437,7 +442,7 @@ def _data_lines(data: str | None, task: Task) -> list[tuple[str, str]]:
         ),
         ("  eval_split: 0.2", "the part that is held out; or name a file: eval: valid.csv"),
         ("  text_column: text", "the column with the text"),
-        last[task],
+        *last[task],
     ]
 
 

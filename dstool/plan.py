@@ -12,7 +12,7 @@ from dstool.config import Config, LoraSection
 from dstool.console import human_bytes
 from dstool.ds_config import memory
 from dstool.ds_config.build import AUTO, OPTIMIZER_PARAMS
-from dstool.ds_config.options import Offload, OptimizerName, Stage
+from dstool.ds_config.options import CHOICES, Offload, OptimizerName, Stage
 from dstool.errors import ConfigError, ModelError
 from dstool.files import typed
 
@@ -173,6 +173,25 @@ def with_model(config: Config, name: str, *, task_given: bool) -> Config:
             update={"model": section.model_copy(update={"task": models.task_of(section)})}
         )
     return changed
+
+
+def said_in_json(config: Config) -> dict[str, Any]:
+    """What the JSON of the run file says for itself, as options of `init-config` that writes it anew."""
+    ds, _ = _settled(config)
+    name, rows = (ds.get("optimizer") or {}).get("type"), ds.get("train_micro_batch_size_per_gpu")
+    on = (each for each in ("bf16", "fp16") if (ds.get(each) or {}).get("enabled") is True)
+    return {
+        "precision": next(on, None),
+        "micro-batch": rows if isinstance(rows, int) else None,
+        "optimizer": name if name in CHOICES["optimizer"] and name != "AdamW" else None,
+    }
+
+
+def as_words(config: Config, seq_len: int | None) -> list[str]:
+    """`seq_len` as a word of the run file's `data:`."""
+    if seq_len is None:
+        return []
+    return [f"data.{'block_size' if config.model.task == 'causal-lm' else 'max_length'}={seq_len}"]
 
 
 def command(options: Options, *words: str) -> str:
