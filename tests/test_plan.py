@@ -525,3 +525,19 @@ def test_what_lora_and_the_length_were_taken_for_is_said(caplog):
     result = planned(LLAMA_8B, flags={"lora": {"target_modules": "all-linear"}}, seq_len=200_000)
     assert any(words.startswith("LoRA of rank ") for words in result.assumed)
     assert "the model is made for" in caplog.text
+
+
+def test_the_next_command_keeps_the_words_the_length_and_what_the_json_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    size = {"n_layer": 2, "n_embd": 64, "n_head": 2, "architectures": ["GPT2LMHeadModel"]}
+    Path("m").mkdir()
+    Path("m/config.json").write_text(json.dumps({"model_type": "gpt2", **size}))
+    machine = ["--gpus", "1", "--gpu-memory", "80GB", "--cpu-memory", "64GB"]
+    run, auto = CliRunner().invoke, ["init-config", "--auto", "--model", "m", *machine]
+    assert run(cli.app, [*auto, "--seq-len", "256"]).exit_code == 0
+    assert "block_size: 256" in Path("dstool.yaml").read_text()
+    written = ["init-config", "--force", "--stage", "1", "--optimizer", "SGD", "--micro-batch", "1"]
+    assert run(cli.app, written).exit_code == 0
+    shown = run(cli.app, ["plan", *machine, "--seq-len", "512", "train.seed=7"]).output
+    assert "--micro-batch 1 --optimizer SGD --force" in shown
+    assert "then: dstool train train.seed=7 data.block_size=512" in shown
