@@ -137,15 +137,7 @@ def log_choice(result: PlanResult, command: str) -> None:
         ConfigError: nothing fits.
     """
     if result.stage is None:
-        nearest = nearest_of(result.choices)
-        lacks = ", ".join(
-            f"{human_bytes(count)} on the {_PLACES[place]}" for place, count in nearest.lacks.items()
-        )
-        raise ConfigError(
-            f"{result.model} fits at no stage: {_named(nearest.stage, nearest.offload)} comes nearest and "
-            f"lacks {lacks}",
-            hint=command,
-        )
+        raise ConfigError(f"{result.model} fits at no stage: {_nearest(result)}", hint=command)
     for words in result.assumed:
         logger.info("assumed: %s", words)
     named = _named(result.stage, result.offload or "none")
@@ -450,19 +442,19 @@ def _conclusion(result: PlanResult, given: str) -> list[str]:
         f"{human_bytes(result.later.merge_disk)} and {human_bytes(result.later.merge_memory)}",
     ]
     if result.stage is None:
-        nearest = nearest_of(result.choices)
-        short = ", ".join(
-            f"{human_bytes(count)} on the {_PLACES[place]}" for place, count in nearest.lacks.items()
-        )
-        named = _named(nearest.stage, nearest.offload)
-        return [
-            *lines,
-            f"nothing fits; {named} comes nearest and lacks {short}",
-            f"try: {'; '.join(result.help)}",
-        ]
+        return [*lines, f"nothing fits; {_nearest(result)}", f"try: {'; '.join(result.help)}"]
     offload = "" if result.offload == "none" else f" --offload {result.offload}"
     lines.append(f"recommended: {_named(result.stage, result.offload or 'none')}")
     return [*lines, f"next: dstool init-config --stage {result.stage}{offload}{given}"]
+
+
+def _nearest(result: PlanResult) -> str:
+    """Where nothing fits, what comes nearest, and the bytes that it lacks."""
+    nearest = nearest_of(result.choices)
+    lacks = ", ".join(
+        f"{human_bytes(count)} on the {_PLACES[place]}" for place, count in nearest.lacks.items()
+    )
+    return f"{_named(nearest.stage, nearest.offload)} comes nearest and lacks {lacks}"
 
 
 def _named(stage: Stage, offload: Offload) -> str:
