@@ -31,6 +31,10 @@ RECORD = "run.json"
 """What a finished run leaves beside its weights: the result, and the versions that made it."""
 
 Task = Literal["text-classification", "causal-lm"]
+LENGTH_KEYS: Mapping[Task, str] = {"text-classification": "max_length", "causal-lm": "block_size"}
+"""The key of `data:` that says how many tokens a row has."""
+MAX_LENGTH, BLOCK_SIZE = 512, 1024
+"""What these are by default, where the model has as many positions."""
 Dtype = Literal["fp32", "bf16", "fp16"]
 ConsolidateDtype = Literal["fp32", "bf16", "fp16", "keep"]
 Engine = Literal["stream", "deepspeed"]

@@ -16,13 +16,11 @@ from transformers import LogitsProcessorList
 
 from dstool import launch, models
 from dstool.checkpoint import layout
-from dstool.config import RECORD, Config, InferSection
+from dstool.config import MAX_LENGTH, RECORD, Config, InferSection
 from dstool.errors import ConfigError, InputError, ModelError
 from dstool.files import typed
 
 logger = logging.getLogger("dstool.infer")
-
-MAX_LENGTH = 512
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,21 @@ class InferResult:
     predictions: tuple[Prediction, ...]
     seconds: float = field(metadata={"unit": "seconds"})
     """Of the model's own work, loading left out."""
+
+
+def show(result: InferResult) -> str:
+    """The predictions for a reader, each with its text."""
+    return "\n".join(_shown(each, chat=result.chat) for each in result.predictions)
+
+
+def _shown(each: Prediction, *, chat: bool) -> str:
+    second = f"  {each.text_pair}" if each.text_pair is not None else ""
+    if each.label is not None:
+        return f"{each.label}  {each.probability:.3f}  {each.text}{second}"
+    if each.value is not None:
+        return f"{each.value:.3f}  {each.text}{second}"
+    end = "\n" if chat else ""
+    return f"{each.text}{end}{each.generated}"
 
 
 @dataclass(frozen=True)

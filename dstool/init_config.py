@@ -7,13 +7,13 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from dstool import files, machine, preflight
 from dstool import run_file as rewritten
-from dstool.config import RUN_FILE, Loaded, Task, load, scalar
+from dstool.config import LENGTH_KEYS, RUN_FILE, Loaded, Task, load, scalar
 from dstool.ds_config import check as ds_check
 from dstool.ds_config import read, source
 from dstool.ds_config.build import build, dumps, of_run_file
@@ -36,13 +36,15 @@ class InitResult:
     """The files that were written, and those that were there and stay as they are.
 
     `named` is the JSON that a run file which stays names in place of the one that was written.
-    It is a text where that is no file.
+    It is a text where that is no file. `words` are for the command line of `dstool train`, over what a run
+    file that stays says otherwise.
     """
 
     written: tuple[Path, ...]
     kept: tuple[Path, ...]
     nvme_path: Path | None
     named: Path | str | None = None
+    words: tuple[str, ...] = field(default=(), metadata={"unit": "json"})
 
 
 def init_config(
@@ -61,7 +63,8 @@ def init_config(
 
     `force` writes over the JSON. A run file is people's own work: only what `options` decide is changed in
     it, and it is written over only when `model`, `data` or `task` asks for another as well. With `lora` it
-    is to train an adapter alone. `length` are the tokens in a row of a new run file.
+    is to train an adapter alone. `length` are the tokens in a row: a new run file has it, one that stays
+    keeps its own.
 
     Raises:
         ConfigError: options that contradict each other, the machine or the run file, or a file that exists.
@@ -73,40 +76,57 @@ def init_config(
     files.refuse_existing(output, force=force)
     new = any((model, data, task))
     kept = _kept(run_file, replaced=force and (new or _is_empty(run_file)))
-    changes: dict[str, Any] = {}
-    if kept is not None:
-        _refuse_names(run_file, new=new)
-        if lora:
-            _refuse_whole_model(kept, run_file)
-        changes = _changes(options, text, kept)
-        _refuse_changes(run_file, changes, force=force)
-    around = _around(options, kept, changes, model)
-    text = _with_sizes(text, around)
-    warnings = _warnings(text, around, run_file)
+    changes = _changes(options, text, kept) if kept else {}
+    if kept:
+        _refuse_kept(kept, run_file, changes, new=new, lora=lora, force=force)
+    text, warnings = _checked(text, _around(options, kept, changes, model), run_file)
     run_text = rewritten.changed(run_file, changes) if changes else None
     files.write_text(output, text)
     if run_text is not None:
         rewritten.write(run_file, run_text, changes)
     if kept is None:
-        here = os.path.relpath(output, run_file.parent)
-        task = task or "text-classification"
-        run_text = run_file_text(here, options, model=model, data=data, task=task, lora=lora, length=length)
+        named, task = os.path.relpath(output, run_file.parent), task or "text-classification"
+        run_text = run_file_text(named, options, model=model, data=data, task=task, lora=lora, length=length)
         files.write_text(run_file, run_text)
     _tell(options, run_file, warnings)
+    return _result(options, output, run_file, kept, length, touched=run_text is not None)
+
+
+def _result(
+    options: Options, output: Path, run_file: Path, kept: Loaded | None, length: int | None, *, touched: bool
+) -> InitResult:
+    named = _named_instead(kept, output)
+    words = [f"deepspeed={output}"] if named else []
     return InitResult(
-        written=tuple(path.resolve() for path in ((output,) if kept and not changes else (output, run_file))),
-        kept=(run_file.resolve(),) if kept and not changes else (),
+        written=(output.resolve(), *([run_file.resolve()] if touched else [])),
+        kept=() if touched else (run_file.resolve(),),
         nvme_path=Path(options.nvme_path) if options.nvme_path else None,
-        named=_named_instead(kept, output),
+        named=named,
+        words=(*words, *_other_length(kept, length, run_file)),
     )
 
 
-def options_of(preset: str | None, settings: Iterable[str], **given: Any) -> Options:
-    """The options of `preset` with those that are given over them; None is not given.
+def _other_length(kept: Loaded | None, length: int | None, run_file: Path) -> list[str]:
+    """`length` as a word, where the run file that stays has another; and say so."""
+    if kept is None or length is None:
+        return []
+    key = LENGTH_KEYS[kept.config.model.task]
+    own = getattr(kept.config.data, key)
+    if own == length:
+        return []
+    said = f"with data.{key}: {own}" if own else f"without data.{key}"
+    words = f"dstool train data.{key}={length}"
+    logger.warning("%s stays, %s; for the length that was planned for: %s", run_file, said, words)
+    return [f"data.{key}={length}"]
+
+
+def options_of(preset: str | None, settings: Iterable[str], given: Mapping[str, Any]) -> Options:
+    """The options of `preset` with those that are given over them.
 
     Args:
         preset: a name in `presets`; None starts from the defaults.
         settings: `key.path=value` words, the value as JSON, or else a text.
+        given: values by name; None is not given, and what is no option of the JSON is passed over.
 
     Raises:
         ConfigError: no such preset, or a word that is none.
@@ -118,10 +138,11 @@ def options_of(preset: str | None, settings: Iterable[str], **given: Any) -> Opt
             hint=f"dstool init-config --preset {close[0] if close else 'zero2'}",
         )
     base = PRESETS[preset].options if preset else Options()
-    if given["nvme_path"] is None and not {given["stage"], given["offload"]} <= {None, 3, "nvme"}:
+    names = [each.name for each in fields(Options) if each.name != "settings"]
+    values = {name: given[name] for name in names if given.get(name) is not None}
+    if not {values.get("stage"), values.get("offload")} <= {None, 3, "nvme"}:
         base = replace(base, nvme_path=None)
     words = tuple(_setting(word) for word in settings)
-    values = {name: value for name, value in given.items() if value is not None}
     _refuse_twice(words, values)
     return replace(base, **values, settings=base.settings + words)
 
@@ -161,34 +182,41 @@ def _refuse_twice(words: Iterable[tuple[str, Any]], given: Mapping[str, Any]) ->
                 )
 
 
-def refuse_without_auto(model: str | None, **given: Any) -> None:
+_FOR_AUTO = ("gpus", "gpu_memory", "nodes", "cpu_memory", "nvme_space", "seq_len", "lora")
+"""The options that say what `--auto` is to plan for."""
+_BY_AUTO = ("preset", "stage", "offload", "offload_optimizer", "offload_param")
+"""Those that decide what it is to find out."""
+
+
+def refuse_without_auto(given: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for options that say what `--auto` is to plan for, where it is not given."""
-    words = [
-        _flag(name) if value is True else f"{_flag(name)} {typed(str(value))}"
-        for name, value in given.items()
-        if value is not None and value is not False
-    ]
-    named = [f"--model {typed(model)}"] if model else []
+    words = [_option(name, given[name]) for name in _FOR_AUTO if name in given]
     if words:
+        named = [_option("model", given["model"])] if "model" in given else []
         raise ConfigError(
             f"{', '.join(words)}: for --auto alone, which chooses stage and offload by it",
             hint=f"dstool init-config --auto {' '.join(named + words)}",
         )
 
 
+def refuse_with_auto(given: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for options that decide what `--auto` is to find out."""
+    for name in _BY_AUTO:
+        if name in given:
+            raise ConfigError(
+                f"--auto chooses the stage and offload, and {_flag(name)} says otherwise",
+                hint="leave one of the two out; dstool plan shows what each stage takes "
+                f"({_option(name, given[name])})",
+            )
+
+
+def _option(name: str, value: Any) -> str:
+    """An option as one types it."""
+    return _flag(name) if value is True else f"{_flag(name)} {typed(str(value))}"
+
+
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def refuse_with_auto(**given: Any) -> None:
-    """Raise `ConfigError` for options that decide what `--auto` is to find out."""
-    for name, value in given.items():
-        if value is not None:
-            flag = _flag(name)
-            raise ConfigError(
-                f"--auto chooses the stage and offload, and {flag} says otherwise",
-                hint=f"leave one of the two out; dstool plan shows what each stage takes ({flag} {value})",
-            )
 
 
 def _setting(word: str) -> tuple[str, Any]:
@@ -215,12 +243,14 @@ def _setting(word: str) -> tuple[str, Any]:
     return path, value
 
 
-def refuse_files(**given: Any) -> None:
-    """Raise `ConfigError` for options that say something of files, where the JSON is only printed."""
-    flags = {"as_json": "--json"}
-    for name, value in given.items():
-        if value:
-            flag = flags.get(name, _flag(name))
+def refuse_files(given: Mapping[str, Any], *, auto: bool = False) -> None:
+    """Raise `ConfigError` for options that say something of files, where the JSON is only printed.
+
+    With `auto`, model and task say what is planned for.
+    """
+    flags = {"data": "--data", "as_json": "--json", "force": "--force"}
+    for name, flag in flags.items() if auto else {"model": "--model", "task": "--task", **flags}.items():
+        if given.get(name):
             raise ConfigError(
                 f"--output - prints the JSON alone, and {flag} is about files",
                 hint=f"leave {flag} out, or name a file: --output ds_config.json",
@@ -236,15 +266,15 @@ def generate(options: Options) -> str:
     return dumps(build(options))
 
 
-def json_alone(options: Options) -> str:
-    """The text of the JSON, where no file is written.
+def json_alone(options: Options, model: str | None = None) -> str:
+    """The text of the JSON, for `model` where one is known, where no file is written.
 
     Raises:
         ConfigError: options that contradict each other or the machine.
     """
     options = with_nvme_path(options, Path())
-    text = generate(options)
-    _tell(options, Path(RUN_FILE), _warnings(text, Circumstances(_train(options))))
+    text, warnings = _checked(generate(options), _around(options, None, {}, model), Path(RUN_FILE))
+    _tell(options, Path(RUN_FILE), warnings)
     return text
 
 
@@ -275,17 +305,20 @@ def _named_instead(kept: Loaded | None, output: Path) -> Path | str | None:
 _TRAINERS_DEFAULTS = {"warmup_steps": 0, "gradient_checkpointing": False}
 
 
-def _refuse_names(run_file: Path, *, new: bool) -> None:
-    """Raise `ConfigError` for what is only for a new run file."""
+def _refuse_kept(
+    kept: Loaded, run_file: Path, changes: Mapping[str, Any], *, new: bool, lora: bool, force: bool
+) -> None:
+    """Raise `ConfigError` where the run file stays, and what is asked for is not what it says."""
     if new:
         raise ConfigError(
             f"{run_file} exists, and --model, --data and --task are for a new one",
             hint="--force overwrites it",
         )
-
-
-def _refuse_changes(run_file: Path, changes: Mapping[str, Any], *, force: bool) -> None:
-    """Raise `ConfigError` where the run file stays, and would have to say something else."""
+    if lora and kept.config.lora is None:
+        raise ConfigError(
+            f"--lora: {run_file} stays as it is, and trains the whole model",
+            hint=f"write `{_LORA}` into {run_file}, and give the command again",
+        )
     if changes and not force:
         raise ConfigError(
             f"{run_file} stays as it is, and these options need another `train:` in it: {by_hand(changes)}",
@@ -312,37 +345,31 @@ def _around(
     return replace(around, train={name: value for name, value in train.items() if value is not None})
 
 
-def _with_sizes(text: str, around: Circumstances) -> str:
-    """`text` with DeepSpeed's own numbers, where the model has no hidden size to compute "auto" from."""
-    parsed = source.parse(text)
-    found = [each for each in ds_check.check(parsed, around) if each.rule == "auto-unfilled"]
-    return source.apply(text, [edit for each in found for edit in each.edit])
+def _checked(text: str, around: Circumstances, run_file: Path) -> tuple[str, list[Finding]]:
+    """The JSON as it can run, and what `dstool check` warns of; an error for what it finds wrong.
 
-
-def _refuse_whole_model(kept: Loaded, run_file: Path) -> None:
-    """Raise `ConfigError` where the run file that stays trains more than an adapter."""
-    if kept.config.lora is None:
-        raise ConfigError(
-            f"--lora: {run_file} stays as it is, and trains the whole model",
-            hint=f"write `{_LORA}` into {run_file}, and give the command again",
-        )
-
-
-def _warnings(text: str, around: Circumstances, run_file: Path = Path(RUN_FILE)) -> list[Finding]:
-    """What `dstool check` warns of; `ConfigError` or `NoDevice` for what it finds wrong."""
+    Where the model has no hidden size to compute an "auto" from, DeepSpeed's own number takes its place.
+    """
     parsed = source.parse(text)
     findings = ds_check.check(parsed, replace(around, machine=machine.look(parsed.value)))
-    errors = [each for each in findings if each.severity == "error"]
+    sizes = [each for each in findings if each.rule == "auto-unfilled" and each.edit]
+    others = [each for each in findings if each not in sizes]
+    errors = [each for each in others if each.severity == "error"]
     if errors:
-        hint = errors[0].mend
-        if errors[0].rule == "nvme-path":
-            hint = "--nvme-path FOLDER, one on a local NVMe disk"
-        if errors[0].rule in ("mismatch", "silent-winner"):
-            hint = f"change that in {run_file}, or leave the option out that says otherwise"
         # The optimizer's folder and the parameters' are most often one, with one problem.
         words = "; ".join(dict.fromkeys(each.problem for each in errors))
-        raise ds_check.error_of(errors)(words, hint=hint)
-    return list({each.problem: each for each in findings}.values())
+        raise ds_check.error_of(errors)(words, hint=_mend(errors[0], run_file))
+    text = source.apply(text, [edit for each in sizes for edit in each.edit])
+    return text, list({each.problem: each for each in others}.values())
+
+
+def _mend(error: Finding, run_file: Path) -> str:
+    """What to type where the JSON is not there yet for `error` to be mended in it."""
+    if error.rule == "nvme-path":
+        return "--nvme-path FOLDER, one on a local NVMe disk"
+    if error.rule in ("mismatch", "silent-winner"):
+        return f"change that in {run_file}, or leave the option out that says otherwise"
+    return error.mend
 
 
 def _tell(options: Options, run_file: Path, warnings: Iterable[Finding]) -> None:

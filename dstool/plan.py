@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from dstool import machine, models, preflight
-from dstool.config import Config, LoraSection
+from dstool.config import BLOCK_SIZE, LENGTH_KEYS, MAX_LENGTH, RUN_FILE, Config, Loaded, LoraSection, load
 from dstool.console import human_bytes
 from dstool.ds_config import memory
 from dstool.ds_config.build import AUTO, OPTIMIZER_PARAMS
@@ -19,7 +20,7 @@ from dstool.files import typed
 logger = logging.getLogger("dstool.plan")
 
 ASSUMED_GPU = 80_000_000_000
-MAX_LENGTH, BLOCK_SIZE, BATCH = 512, 1024, 8
+BATCH = 8
 GIVEN_BY_TRAINER = {
     "adafactor": 0,
     "adamw_bnb_8bit": 2,
@@ -127,17 +128,14 @@ def plan(config: Config, options: Options | None = None) -> PlanResult:
     )
 
 
-def log_choice(result: PlanResult, command: str) -> None:
+def log_choice(result: PlanResult, asked: Asked) -> None:
     """Say what was chosen, for what, and what was assumed.
-
-    Args:
-        command: what shows the whole plan, as one types it.
 
     Raises:
         ConfigError: nothing fits.
     """
     if result.stage is None:
-        raise ConfigError(f"{result.model} fits at no stage: {_nearest(result)}", hint=command)
+        raise ConfigError(f"{result.model} fits at no stage: {_nearest(result)}", hint=_command(asked))
     for words in result.assumed:
         logger.info("assumed: %s", words)
     named = _named(result.stage, result.offload or "none")
@@ -152,7 +150,73 @@ def _choice(each: memory.Estimate, limits: memory.Limits, setup: memory.Setup) -
     )
 
 
-# --- what is given, found or assumed -----------------------------------------------------------------
+# --- what is asked for ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for: a run file with all that goes over it, and how that was typed."""
+
+    config: Config
+    options: Options = field(default_factory=Options)
+    words: tuple[str, ...] = ()
+    """KEY=VALUE words over the run file; `config` has their values."""
+    model: str | None = None
+    """In place of the run file's."""
+    adds_lora: bool = False
+    """Whether an adapter is planned for that the run file does not have."""
+
+
+def ask(
+    loaded: Loaded, given: Mapping[str, Any], words: Sequence[str] = (), *, task_given: bool | None = None
+) -> Asked:
+    """The run file with what is `given` over it, by the names of `Options`, or as `model` and `lora`.
+
+    Args:
+        given: None is not given; what has another name is passed over.
+        words: those that the run file was loaded with.
+        task_given: whether the task of the run file is for the `model` too. By default, where it names one.
+
+    Raises:
+        ConfigError, ModelError: the model cannot be found, or is for no task.
+    """
+    model, lora = given.get("model"), bool(given.get("lora"))
+    config = loaded.config
+    if model is not None:
+        task_given = "model.task" in loaded.sources if task_given is None else task_given
+        config = with_model(config, model, task_given=task_given)
+    if lora:
+        config = config.model_copy(update={"lora": config.lora or LoraSection(target_modules="all-linear")})
+    names = [each.name for each in fields(Options) if given.get(each.name) is not None]
+    options = Options(**{name: given[name] for name in names})
+    return Asked(config, options, tuple(words), model, adds_lora=lora and loaded.config.lora is None)
+
+
+def ask_anew(given: Mapping[str, Any]) -> Asked:
+    """What `init-config --auto` asks for with its options: the JSON is about to be written, so none counts.
+
+    Raises:
+        ConfigError: neither `given` nor the run file names a model.
+    """
+    values = {
+        "model.task": given.get("task"),
+        "train.gradient_accumulation_steps": given.get("accumulation"),
+    }
+    loaded = load(flags=values, required=False)
+    model, named = given.get("model"), loaded.config.model
+    if model is None and named.name is None and named.from_scratch is None:
+        raise ConfigError(
+            f"--auto needs to know the model, and no {RUN_FILE} here names one",
+            hint="dstool init-config --auto --model Qwen/Qwen3-0.6B, or another folder or hub name",
+        )
+    wanted = {**given, "gradient_checkpointing": given.get("activation_checkpointing")}
+    wanted["precision"] = None if given.get("precision") == "auto" else given.get("precision")
+    without_json = replace(loaded, config=loaded.config.model_copy(update={"deepspeed": None}))
+    asked = ask(without_json, wanted, task_given=values["model.task"] is not None)
+    values["model.task"] = asked.config.model.task if model else values["model.task"]
+    words = ["deepspeed=null"] if loaded.config.deepspeed else []
+    words += [f"{key}={value}" for key, value in values.items() if value is not None]
+    return replace(asked, words=tuple(words))
 
 
 def with_model(config: Config, name: str, *, task_given: bool) -> Config:
@@ -167,39 +231,7 @@ def with_model(config: Config, name: str, *, task_given: bool) -> Config:
     return changed
 
 
-def said_in_json(config: Config) -> dict[str, Any]:
-    """What the JSON of the run file says for itself, as options of `init-config` that writes it anew."""
-    ds, _ = _settled(config)
-    name, rows = (ds.get("optimizer") or {}).get("type"), ds.get("train_micro_batch_size_per_gpu")
-    on = (each for each in ("bf16", "fp16") if (ds.get(each) or {}).get("enabled") is True)
-    return {
-        "precision": next(on, None),
-        "micro-batch": rows if isinstance(rows, int) else None,
-        "optimizer": name if name in CHOICES["optimizer"] and name != "AdamW" else None,
-    }
-
-
-def as_words(config: Config, seq_len: int | None) -> list[str]:
-    """`seq_len` as a word of the run file's `data:`."""
-    if seq_len is None:
-        return []
-    return [f"data.{'block_size' if config.model.task == 'causal-lm' else 'max_length'}={seq_len}"]
-
-
-def command(options: Options, *words: str) -> str:
-    """What one types for a plan with `options`, after further `words`."""
-    given = {name: value for name, value in asdict(options).items() if value is not None}
-    flags = [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f" {typed(str(value))}")
-        for name, value in given.items()
-        if (name, value) != ("nodes", 1)
-    ]
-    return " ".join(["dstool plan", *map(typed, words), *flags])
-
-
-def with_lora(config: Config) -> Config:
-    """`config` with an adapter on every linear layer, where it has no `lora:` section."""
-    return config.model_copy(update={"lora": config.lora or LoraSection(target_modules="all-linear")})
+# --- what is given, found or assumed -------------------------------------------------------------------
 
 
 def _check_task(config: Config) -> None:
@@ -307,10 +339,10 @@ def _check_positions(config: Config, options: Options) -> None:
 
 
 def _seq_len(config: Config) -> int:
-    language = config.model.task == "causal-lm"
-    wanted = (config.data.block_size or BLOCK_SIZE) if language else (config.data.max_length or MAX_LENGTH)
+    task = config.model.task
+    wanted = getattr(config.data, LENGTH_KEYS[task]) or (BLOCK_SIZE if task == "causal-lm" else MAX_LENGTH)
     limit = models.positions_of(config.model)
-    return min(wanted, limit) if limit else wanted
+    return min(wanted, limit) if limit else int(wanted)
 
 
 def _gpus(assumed: list[str]) -> int:
@@ -385,9 +417,10 @@ _HEAD = (
 )
 
 
-def show(result: PlanResult, given: str = "") -> str:
-    """The plan as a table with what it means; `given` are the options that init-config is to have too."""
-    return "\n".join([*_heading(result), "", *_table(result), "", *_conclusion(result, given)])
+def show(result: PlanResult, asked: Asked) -> str:
+    """The plan as a table with what it means, and the commands that make use of it."""
+    lines = [*_heading(result), "", *_table(result), "", *_conclusion(result)]
+    return "\n".join([*lines, *next_lines(result, asked)])
 
 
 def _heading(result: PlanResult) -> list[str]:
@@ -432,7 +465,7 @@ def _row(each: Choice, result: PlanResult) -> tuple[str, ...]:
     )
 
 
-def _conclusion(result: PlanResult, given: str) -> list[str]:
+def _conclusion(result: PlanResult) -> list[str]:
     kept = human_bytes(memory.RESERVE)
     lines = [
         f"GPU: each, with {kept} kept for the CUDA context; host, NVMe: each machine; 1 GB is 1000^3 bytes",
@@ -443,9 +476,7 @@ def _conclusion(result: PlanResult, given: str) -> list[str]:
     ]
     if result.stage is None:
         return [*lines, f"nothing fits; {_nearest(result)}", f"try: {'; '.join(result.help)}"]
-    offload = "" if result.offload == "none" else f" --offload {result.offload}"
-    lines.append(f"recommended: {_named(result.stage, result.offload or 'none')}")
-    return [*lines, f"next: dstool init-config --stage {result.stage}{offload}{given}"]
+    return [*lines, f"recommended: {_named(result.stage, result.offload or 'none')}"]
 
 
 def _nearest(result: PlanResult) -> str:
@@ -459,3 +490,73 @@ def _nearest(result: PlanResult) -> str:
 
 def _named(stage: Stage, offload: Offload) -> str:
     return f"stage {stage}" + ("" if offload == "none" else f" with offload to {offload}")
+
+
+# --- what is typed next --------------------------------------------------------------------------------
+
+
+def next_lines(result: PlanResult, asked: Asked) -> list[str]:
+    """The commands that write the JSON that is recommended and train by it; none where nothing fits.
+
+    The first has every option of `init-config` by which the run would otherwise be another one than was
+    planned for: those that were given, and what the JSON says that it writes over. The second has what
+    `init-config` has no option for, and is left out where that is nothing.
+    """
+    if result.stage is None:
+        return []
+    options = {"stage": result.stage, "offload": None if result.offload == "none" else result.offload}
+    write = _typed("init-config", {**options, **_for_init_config(asked)})
+    words = [
+        *asked.words,
+        *_of_length(asked),
+        *(["lora.target_modules=all-linear"] if asked.adds_lora else []),
+    ]
+    return [f"next: {write}", *([f"then: {_typed('train', {}, words)}"] if words else [])]
+
+
+def _for_init_config(asked: Asked) -> dict[str, Any]:
+    """What was planned for, as options of `init-config`."""
+    options, model = asked.options, asked.model
+    new = {"model": model, "task": asked.config.model.task} if model else _said_in_json(asked.config)
+    names = ("precision", "micro_batch", "optimizer")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    changes_run_file = Path(RUN_FILE).exists() and (model is not None or options.gradient_checkpointing)
+    return {
+        **new,
+        **given,
+        "activation_checkpointing": options.gradient_checkpointing,
+        "force": bool(changes_run_file or Path("ds_config.json").exists()),
+    }
+
+
+def _said_in_json(config: Config) -> dict[str, Any]:
+    """What the JSON of the run file says for itself, as options of `init-config` that writes it anew."""
+    ds, _ = _settled(config)
+    name, rows = (ds.get("optimizer") or {}).get("type"), ds.get("train_micro_batch_size_per_gpu")
+    on = (each for each in ("bf16", "fp16") if (ds.get(each) or {}).get("enabled") is True)
+    return {
+        "precision": next(on, None),
+        "micro_batch": rows if isinstance(rows, int) else None,
+        "optimizer": name if name in CHOICES["optimizer"] and name != "AdamW" else None,
+    }
+
+
+def _of_length(asked: Asked) -> list[str]:
+    """The length that was given, as a word of the run file."""
+    length = asked.options.seq_len
+    return [f"data.{LENGTH_KEYS[asked.config.model.task]}={length}"] if length is not None else []
+
+
+def _command(asked: Asked) -> str:
+    """What one types for the whole plan of what is asked for."""
+    options = {name: value for name, value in asdict(asked.options).items() if (name, value) != ("nodes", 1)}
+    return _typed("plan", {"model": asked.model, "lora": asked.adds_lora, **options}, asked.words)
+
+
+def _typed(command: str, options: Mapping[str, Any], words: Sequence[str] = ()) -> str:
+    """A command of dstool as one types it: an option that is None or False is left out, True has no value."""
+    parts = ["dstool", command, *map(typed, words)]
+    for name, value in options.items():
+        if value is not None and value is not False:
+            parts += [f"--{name.replace('_', '-')}", *([] if value is True else [typed(str(value))])]
+    return " ".join(parts)

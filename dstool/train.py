@@ -34,7 +34,18 @@ from transformers import TrainerCallback, TrainingArguments
 
 from dstool import __version__, files, launch, log, models, preflight
 from dstool.checkpoint import layout, reader, writer
-from dstool.config import RECORD, RUN_FILE, Config, LoraSection, Task, dump, resolve, without_secrets
+from dstool.config import (
+    BLOCK_SIZE,
+    MAX_LENGTH,
+    RECORD,
+    RUN_FILE,
+    Config,
+    LoraSection,
+    Task,
+    dump,
+    resolve,
+    without_secrets,
+)
 from dstool.console import plain
 from dstool.data import batches
 from dstool.ds_config import read
@@ -48,8 +59,6 @@ from dstool.errors import (
 )
 
 logger = logging.getLogger("dstool.train")
-
-MAX_LENGTH, BLOCK_SIZE = 512, 1024
 
 
 class Progress(Protocol):

@@ -312,6 +312,7 @@ def test_init_config_as_json_is_one_object_with_absolute_paths():
         "kept": [],
         "nvme_path": f"{here}/disk",
         "named": None,
+        "words": [],
     }
 
 

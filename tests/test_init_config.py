@@ -1,6 +1,5 @@
 """The two files that `init-config` writes."""
 
-import dataclasses
 import itertools
 import os
 from pathlib import Path
@@ -19,7 +18,7 @@ from dstool.ds_config.options import CHOICES, Options
 from dstool.ds_config.presets import PRESETS
 from dstool.ds_config.source import parse
 from dstool.errors import ConfigError, NoDevice
-from dstool.init_config import _train, _warnings, generate, init_config, options_of, refuse_files
+from dstool.init_config import _checked, _train, generate, init_config, options_of, refuse_files
 
 STAGES, OFFLOADS = (0, 1, 2, 3), ("none", "cpu", "nvme")
 PRECISIONS = ("auto", "fp32", "fp16", "bf16")
@@ -261,7 +260,7 @@ def test_a_run_file_that_does_not_name_the_json_is_told_of(said, named):
 @pytest.mark.parametrize("word", ["gradient_clipping=Infinity", "optimizer.params.lr=NaN", "x=[1e999]"])
 def test_a_set_number_that_is_not_finite_is_refused(word):
     with pytest.raises(ConfigError, match="finite"):
-        options_of(None, [word], stage=None, offload=None, nvme_path=None)
+        options_of(None, [word], {})
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -477,8 +476,7 @@ def test_set_may_change_what_an_option_only_decides():
 
 
 def chosen(preset=None, settings=(), **given) -> Options:
-    names = [field.name for field in dataclasses.fields(Options) if field.name != "settings"]
-    return options_of(preset, settings, **{**dict.fromkeys(names), **given})
+    return options_of(preset, settings, given)
 
 
 def test_set_takes_values_as_json_has_them():
@@ -501,7 +499,7 @@ def test_c28_c32_no_combination_that_is_written_has_a_finding(monkeypatch):
         options = Options(stage, device, path, "auto", optimizer, scheduler, offload_param=None)
         try:
             text = generate(options)
-            _warnings(text, Circumstances(_train(options)))
+            _checked(text, Circumstances(_train(options)), Path(RUN_FILE))
         except ConfigError:
             continue
         found = check(parse(text), Circumstances(_train(options), machine=fit))
@@ -544,13 +542,13 @@ def test_a_preset_that_is_none_is_refused():
 
 def test_printing_the_json_takes_no_option_about_files():
     with pytest.raises(ConfigError, match="--output - prints the JSON alone, and --model"):
-        refuse_files(model="m", data=None, task=None, as_json=False, force=False)
-    refuse_files(model=None, data=None, task=None, as_json=False, force=False)
+        refuse_files({"model": "m"})
+    refuse_files({"model": "m"}, auto=True)
 
 
 @pytest.mark.parametrize("word", ["optimizer.type=SGD", "scheduler.type=OneCycle"])
 def test_a_type_that_is_set_by_hand_has_an_option(word):
     with pytest.raises(ConfigError) as caught:
-        options_of(None, [word], stage=None, offload=None, nvme_path=None)
+        options_of(None, [word], {})
     block, name = word.split(".type=")
     assert caught.value.hint == f"dstool init-config --{block} {name}"

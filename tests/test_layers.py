@@ -70,7 +70,7 @@ LAYERS = (
         "dstool.merge",
         "dstool.infer",
     ),
-    ("dstool.cli", "dstool.__main__"),
+    ("dstool.options", "dstool.cli", "dstool.__main__"),
 )
 ORDER = [name for layer in LAYERS for name in layer]
 VERBS = LAYERS[3]

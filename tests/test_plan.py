@@ -19,7 +19,7 @@ from dstool.ds_config import memory
 from dstool.ds_config.build import build
 from dstool.ds_config.options import Options as JsonOptions
 from dstool.errors import ConfigError, ModelError
-from dstool.plan import Options, PlanResult, plan, show
+from dstool.plan import Asked, Options, PlanResult, plan, show
 
 GB = 1_000_000_000
 LLAMA_8B = {
@@ -395,14 +395,16 @@ def test_the_activations_are_those_that_a_forward_pass_keeps(kind: str, precisio
 def test_where_nothing_fits_it_says_by_how_much_and_what_would_help() -> None:
     result = planned(LLAMA_8B, gpus=1, gpu_memory="4GB", cpu_memory="32GB", micro_batch=4)
     assert (result.stage, result.offload) == (None, None)
-    *_, nothing, help_line = show(result).splitlines()
+    *_, nothing, help_line = show(result, Asked(Config())).splitlines()
     assert nothing.startswith("nothing fits; stage 3")
     assert "GB on the GPU" in nothing
     assert all(word in help_line for word in ("--lora", "--micro-batch 2", "--gpus 2"))
 
 
 def test_the_recommendation_can_be_typed() -> None:
-    lines = show(planned(LLAMA_8B, gpus=2, gpu_memory="40GB", micro_batch=1, seq_len=512)).splitlines()
+    lines = show(
+        planned(LLAMA_8B, gpus=2, gpu_memory="40GB", micro_batch=1, seq_len=512), Asked(Config())
+    ).splitlines()
     assert lines[-1].startswith("next: dstool init-config --stage ")
     assert sum("fits, the fastest" in line for line in lines) == 1
 
