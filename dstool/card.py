@@ -18,12 +18,12 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import TrainingArguments
 
 from dstool import hub, models
+from dstool.checkpoint.companions import CARD, CARD_SAYS
 from dstool.config import RECORD, RUN_FILE, Config, Task, load
 from dstool.data.names import SAMPLE_SCHEME, looks_local
 from dstool.ds_config import read
 from dstool.errors import ConfigError
 
-CARD = "README.md"
 PIPELINES: Mapping[Task, str] = {"text-classification": "text-classification", "causal-lm": "text-generation"}
 _OF_A_RUN = re.compile(r"|fp32|(consolidated/)?checkpoint-(?P<step>\d+)(/global_step\d+)?")
 """Where in a run's folder its weights lie."""
@@ -179,7 +179,7 @@ def _body(run: Run, base: str | None) -> list[str]:
     rows = f"[{name}](https://huggingface.co/datasets/{name})" if name else "files that are not on the hub"
     rows = f"the sample {sample} that comes with dstool" if sample else rows
     how = "An adapter (LoRA) trained" if run.config.lora else "Trained"
-    parts = [f"{how} with DeepSpeed and Transformers by dstool, from {start}, on {rows}."]
+    parts = [f"{how} {CARD_SAYS}, from {start}, on {rows}."]
     if run.metrics:
         parts += ["## Evaluation", "On held-out rows:", _table("metric", run.metrics)]
     return [*parts, "## Training", _table("setting", _settings(run))]

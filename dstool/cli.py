@@ -437,6 +437,7 @@ def merge(
     base_model: opt.BaseModel = None,
     keep_adapter: opt.KeepAdapter = False,
     push_to_hub: opt.PushToHub = None,
+    private: opt.Private = False,
     config: opt.Config = None,
     force: opt.Replace = False,
     as_json: opt.Json = False,
@@ -466,6 +467,7 @@ def merge(
             base_model=base_model,
             keep_adapter=keep_adapter,
             push_to_hub=push_to_hub,
+            private=private,
             force=force,
             progress=BytesProgress(),
         )

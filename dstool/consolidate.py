@@ -85,9 +85,7 @@ def consolidate(
     found = layout.find(checkpoint, tag=tag, trust=trust_pickle)
     target = output_dir or default_output(found)
     refuse_overlap(found, target)
-    files.refuse_replacing(
-        target, (*companions.COMPANIONS, *writer.WEIGHT_PATTERNS, "manifest.json"), force=force
-    )
+    files.refuse_replacing(target, companions.replaceable(target), force=force)
     where = (found.folder, found.stage, layout.ranks(found.world_size), found.step)
     logger.info("gathering %s: ZeRO stage %d, %s, step %d", *where)
     weights = _without_frozen(reader.of_checkpoint(found)) if exclude_frozen else reader.of_checkpoint(found)

@@ -53,6 +53,7 @@ def merge(
     base_model: str | None = None,
     keep_adapter: bool = False,
     push_to_hub: str | None = None,
+    private: bool = False,
     force: bool = False,
     progress: Progress | None = None,
 ) -> MergeResult:
@@ -68,11 +69,12 @@ def merge(
         base_model: what a LoRA adapter is added to, in place of what its adapter_config.json names.
         keep_adapter: write the adapter itself, not the model that it makes of its base.
         push_to_hub: the repository on the Hugging Face hub that the folder is uploaded to.
+        private: only the owner and whom they let in see that repository, which must be new or so already.
         force: replace the model that is in `output_dir`.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or of another stage.
-        ModelError: config.json is missing, or does not fit the weights.
+        ModelError: config.json or the weights are missing, or do not fit each other.
         ConfigError: `output_dir` exists (and with `force`: is no model), lies in a checkpoint, or is or
             holds `input_dir`; or the shard size cannot be read.
         EnvironmentUnfit: the disk is too small; or the model cannot be pushed, which is looked into first.
@@ -82,11 +84,13 @@ def merge(
     if input_dir.resolve().is_relative_to(output_dir.resolve()):
         raise ConfigError(f"{output_dir} is the input folder, or holds it", hint="name another --output-dir")
     layout.refuse_inside(output_dir, "name another --output-dir")
-    files.refuse_replacing(
-        output_dir, (*companions.COMPANIONS, *writer.WEIGHT_PATTERNS, card.CARD), force=force
-    )
+    files.refuse_replacing(output_dir, companions.replaceable(output_dir, input_dir), force=force)
     if push_to_hub is not None:
-        hub.check(push_to_hub)
+        hub.check(push_to_hub, private=private)
+    elif private:
+        raise ConfigError(
+            "--private is for a new repository on the hub", hint=f"{hub.FLAG} OWNER/NAME --private"
+        )
     plan = _planned(input_dir, zero_stage, dtype, base_model, keep_adapter=keep_adapter)
     if push_to_hub is not None and plan.adapter is not None:
         _refuse_own_base(plan.adapter)
@@ -117,7 +121,7 @@ def merge(
             adapters.prove(temporary, plan.weights, plan.folder)
         else:
             models.prove_loadable(models.open_folder(temporary), input_dir)
-    address = hub.push(output_dir.resolve(), push_to_hub) if push_to_hub else None
+    address = hub.push(output_dir.resolve(), push_to_hub, private=private) if push_to_hub else None
     return MergeResult(
         output_dir=output_dir.resolve(),
         source=input_dir.resolve(),
@@ -151,6 +155,7 @@ class _Plan:
 def _planned(
     input_dir: Path, zero_stage: int | None, dtype: Dtype | None, base: str | None, *, keep_adapter: bool
 ) -> _Plan:
+    _refuse_bare(input_dir)
     adapter = _adapter(input_dir, zero_stage)
     if adapter is not None:
         return _planned_adapter(*adapter, base, keep_adapter=keep_adapter)
@@ -162,6 +167,20 @@ def _planned(
     home, weights = _read(input_dir, zero_stage, dtype)
     folder = models.open_folder(home)
     return _Plan(models.fit(weights, folder), folder, home)
+
+
+def _refuse_bare(folder: Path) -> None:
+    """Raise `ModelError` for a folder with the config of a model, or of an adapter, and no weights."""
+    if layout.is_zero(folder) or models.has_weights(folder):
+        return
+    for config, weights in ((lora.ADAPTER_CONFIG, layout.ADAPTER_FILE), ("config.json", "model.safetensors")):
+        if (folder / weights).is_file():
+            return
+        if (folder / config).is_file():
+            raise ModelError(
+                f"{folder} holds {config} and no weights beside it: {weights} is missing",
+                hint=f"copy {weights} to {files.typed(folder)}, or name another --input-dir",
+            )
 
 
 def _adapter(input_dir: Path, zero_stage: int | None) -> tuple[Path, Weights] | None:

@@ -254,6 +254,9 @@ PushToHub = Annotated[
     str | None,
     typer.Option(metavar="REPO", help="Then upload it to this repository on the Hugging Face hub."),
 ]
+Private = Annotated[
+    bool, typer.Option("--private", help="A new repository is private. Default: as the account says.")
+]
 
 # --- infer ---------------------------------------------------------------------------------------------
 

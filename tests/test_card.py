@@ -209,6 +209,10 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Answers)
         self.files: dict[str, bytes] = {}
         self.failing = ""
+        self.there: bool | None = None
+        """Whether the repository that is there is private; None where there is none."""
+        self.asked: dict[str, Any] = {}
+        """What was asked for the new repository."""
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 
@@ -220,16 +224,28 @@ class _Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         token = self.headers.get("authorization") == "Bearer hf_right"
+        if self.path.startswith("/api/models/"):
+            self._answer_of_model(self.path.removeprefix("/api/models/"))
+            return
         self._answer(
             {"type": "user", "name": "org"} if token else {"error": "Invalid"}, 200 if token else 401
         )
+
+    def _answer_of_model(self, name: str) -> None:
+        if self.server.failing == "info":
+            self._answer({"error": "out of order"}, 400)
+        elif self.server.there is None or name != "org/m":
+            self._answer({"error": "not found"}, 404, **{"X-Error-Code": "RepoNotFound"})
+        else:
+            self._answer({"id": name, "private": self.server.there})
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         if self.server.failing and self.server.failing in self.path:
             self._answer({"error": "the store is full"}, 403)
         elif self.path == "/api/repos/create":
-            self._answer({"url": f"{self.server.url}/org/{json.loads(body)['name']}"})
+            self.server.asked = json.loads(body)
+            self._answer({"url": f"{self.server.url}/org/{self.server.asked['name']}"})
         elif "/preupload/" in self.path:
             names = [each["path"] for each in json.loads(body)["files"]]
             self._answer(
@@ -243,9 +259,11 @@ class _Answers(BaseHTTPRequestHandler):
         else:
             self._answer({"errors": [], "warnings": []})
 
-    def _answer(self, value: Any, status: int = 200) -> None:
+    def _answer(self, value: Any, status: int = 200, **headers: str) -> None:
         data = json.dumps(value).encode()
         self.send_response(status)
+        for name, text in headers.items():
+            self.send_header(name, text)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -274,6 +292,42 @@ def test_a_push_uploads_the_folder_with_its_card(hub: Hub, run: Callable[..., Pa
     assert result.pushed_to == f"{hub.url}/org/m"
     assert hub.files == {file.name: file.read_bytes() for file in (here / "merged").iterdir()}
     assert 'model="org/m"' in hub.files["README.md"].decode()
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_new_repository_is_private_where_that_is_asked_for(
+    private: bool, hub: Hub, run: Callable[..., Path], here: Path
+) -> None:
+    merge(run(), here / "merged", push_to_hub="org/m", private=private)
+    asked = hub.asked.get("visibility", hub.asked.get("private"))  # older clients send the second
+    assert asked in (("private", True) if private else (None,))
+
+
+@pytest.mark.parametrize("repo", ["org/m", "m"])
+def test_what_is_to_be_private_is_not_pushed_to_a_public_repository(
+    repo: str, hub: Hub, run: Callable[..., Path], here: Path
+) -> None:
+    out = run()
+    hub.there = False
+    with pytest.raises(ConfigError, match=f"{repo}: that repository is there and public"):
+        merge(out, here / "merged", push_to_hub=repo, private=True)
+    assert not (here / "merged").exists()
+    hub.there = True
+    assert merge(out, here / "merged", push_to_hub=repo, private=True).pushed_to
+    assert hub.files
+
+
+def test_private_without_a_push_or_an_answer_is_refused(
+    hub: Hub, run: Callable[..., Path], here: Path
+) -> None:
+    out = run()
+    with pytest.raises(ConfigError, match="--private is for a new repository") as caught:
+        merge(out, here / "merged", private=True)
+    assert caught.value.hint == "--push-to-hub OWNER/NAME --private"
+    hub.failing = "info"
+    with pytest.raises(EnvironmentUnfit, match="does not say whether org/m is private"):
+        merge(out, here / "merged", push_to_hub="org/m", private=True)
+    assert not (here / "merged").exists()
 
 
 @pytest.mark.parametrize("step", ["create", "preupload", "commit"])

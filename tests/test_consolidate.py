@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from dstool.consolidate import ConsolidateResult, consolidate
 from dstool.errors import CheckpointError, ConfigError, DstoolError, EnvironmentUnfit, ModelError
+from dstool.merge import merge
 
 pytestmark = pytest.mark.distributed
 
@@ -251,6 +252,22 @@ def test_K32_a_folder_that_exists_is_left_alone_and_replaced_whole_by_force(
         f"weights/{name}"
         for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     ]
+
+
+def test_what_merge_made_is_replaced_by_force_with_its_card(
+    trained: Path, checkpoint: Path, here: Path
+) -> None:
+    target = merge(trained / "out", here / "model").output_dir
+    assert (target / "README.md").is_file()
+    consolidate(checkpoint, target, verify=True, force=True)
+    assert not (target / "README.md").exists()
+    merge(trained / "out", target, force=True)
+    (target / "README.md").write_text("# Mine\n")
+    before = names(here)
+    assert (
+        f"{target / 'README.md'} is nothing" in refusal(ConfigError, checkpoint, target, force=True).message
+    )
+    assert names(here) == before
 
 
 @pytest.mark.parametrize("force", [False, True])

@@ -262,7 +262,14 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         swap_weights("pytorch_model.bin", "x"),
         "pytorch_model.bin: cannot be read",
     ),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no ZeRO checkpoint in"),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "holds config.json and no weights beside it: model.safetensors is missing",
+    ),
+    "no weights of an adapter": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "adapter_config.json"),
+        "holds adapter_config.json and no weights beside it: adapter_model.safetensors is missing",
+    ),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "a config cut short": (
         lambda folder: (folder / "config.json").write_text("{"),
@@ -323,6 +330,10 @@ def test_force_replaces_nothing_but_a_model(model: Path, here: Path) -> None:
     (run / "run.json").write_text("{}")
     found = refusal(ConfigError, model, run, force=True)
     assert found.message.startswith(f"{run / 'run.json'} is nothing that dstool wrote")
+    mine = here / "mine"
+    mine.mkdir()
+    (mine / "README.md").write_text("# Mine\n")
+    assert f"{mine / 'README.md'} is nothing" in refusal(ConfigError, model, mine, force=True).message
     assert "current folder" in refusal(ConfigError, model, Path(), force=True).message
     assert (run / "model.safetensors").is_file()
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstool.checkpoint import layout
+from dstool.checkpoint import layout, writer
 from dstool.checkpoint.pickles import TORCH_NAMES
 from dstool.errors import ModelError
 
@@ -21,6 +21,8 @@ COMPANIONS = (
     *TOKENIZER_FILES,
     "*.py",
 )
+CARD = "README.md"
+CARD_SAYS = "with DeepSpeed and Transformers by dstool"
 _GROUPS = (
     ("config.json", "*.py"),
     ("chat_template.jinja", *TOKENIZER_FILES),
@@ -43,6 +45,21 @@ def fill(source: Path, target: Path) -> None:
         if not _matches(target, patterns):
             for file in _matches(source, patterns):
                 shutil.copyfile(file, target / file.name)
+
+
+def replaceable(folder: Path, source: Path | None = None) -> list[str]:
+    """The names of all that `consolidate` and `merge` write, which --force may replace in `folder`.
+
+    A README.md is among them where `merge` wrote the one that is there: a model card of its own, or a copy of
+    that in `source`.
+    """
+    names = [*COMPANIONS, *writer.WEIGHT_PATTERNS, "manifest.json"]
+    card = folder / CARD
+    if not card.is_file():
+        return names
+    text = card.read_bytes()
+    copied = source is not None and (source / CARD).is_file() and text == (source / CARD).read_bytes()
+    return [*names, CARD] if copied or CARD_SAYS.encode() in text else names
 
 
 def _matches(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
