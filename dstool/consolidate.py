@@ -88,15 +88,12 @@ def consolidate(
     files.refuse_replacing(target, companions.replaceable(target), force=force)
     where = (found.folder, found.stage, layout.ranks(found.world_size), found.step)
     logger.info("gathering %s: ZeRO stage %d, %s, step %d", *where)
-    weights = _without_frozen(reader.of_checkpoint(found)) if exclude_frozen else reader.of_checkpoint(found)
     adapter = (found.root / lora.ADAPTER_CONFIG).is_file()
-    if adapter:
-        weights = lora.peft_names(weights)
+    weights = _weights(found, exclude_frozen=exclude_frozen, adapter=adapter)
     stored = writer.DTYPES.get(dtype)
     if dry_run:
         written = writer.planned(weights, target, stored, limit, file_format)
         return _result(found, target, written, dtype, started, plan=tuple(weights.entries.values()))
-    proof = None
     with (
         ends_with_clean_up(),
         writer.refusals_named(target),
@@ -112,14 +109,8 @@ def consolidate(
             adapter=adapter,
             progress=progress,
         )
-        companions.copy(found.root, temporary)
-        if adapter:  # which peft loads; the base model's config lies in the run's folder alone
-            companions.fill(found.root.resolve().parent, temporary)
-            shutil.copyfile(found.root / lora.ADAPTER_CONFIG, temporary / lora.ADAPTER_CONFIG)
-        if (temporary / "config.json").is_file():
-            companions.set_dtype(temporary, stored or _coarsest(weights))
-        if verify:
-            proof = _proof(weights, written, stored)
+        _write_companions(found, temporary, stored or _coarsest(weights), adapter=adapter)
+        proof = _proof(weights, written, stored) if verify else None
     return _result(found, target, written, dtype, started, verified=proof)
 
 
@@ -162,6 +153,22 @@ def refuse_overlap(found: layout.ZeroCheckpoint, target: Path) -> None:
     layout.refuse_inside(target, hint)
     if found.root.resolve().is_relative_to(target.resolve()):
         raise ConfigError(f"{target} holds the checkpoint itself", hint=hint)
+
+
+def _weights(found: layout.ZeroCheckpoint, *, exclude_frozen: bool, adapter: bool) -> Weights:
+    weights = reader.of_checkpoint(found)
+    weights = _without_frozen(weights) if exclude_frozen else weights
+    return lora.peft_names(weights) if adapter else weights
+
+
+def _write_companions(found: layout.ZeroCheckpoint, target: Path, dtype: str, *, adapter: bool) -> None:
+    """Config, tokenizer and the like, as far as the checkpoint has them."""
+    companions.copy(found.root, target)
+    if adapter:  # which peft loads; the base model's config lies in the run's folder alone
+        companions.fill(found.root.resolve().parent, target)
+        shutil.copyfile(found.root / lora.ADAPTER_CONFIG, target / lora.ADAPTER_CONFIG)
+    if (target / "config.json").is_file():
+        companions.set_dtype(target, dtype)
 
 
 def _without_frozen(weights: Weights) -> Weights:

@@ -81,16 +81,8 @@ def merge(
     """
     started = time.monotonic()
     writer.parse_size(max_shard_size)
-    if input_dir.resolve().is_relative_to(output_dir.resolve()):
-        raise ConfigError(f"{output_dir} is the input folder, or holds it", hint="name another --output-dir")
-    layout.refuse_inside(output_dir, "name another --output-dir")
-    files.refuse_replacing(output_dir, companions.replaceable(output_dir, input_dir), force=force)
-    if push_to_hub is not None:
-        hub.check(push_to_hub, private=private)
-    elif private:
-        raise ConfigError(
-            "--private is for a new repository on the hub", hint=f"{hub.FLAG} OWNER/NAME --private"
-        )
+    _refuse_target(input_dir, output_dir, force=force)
+    _refuse_push(push_to_hub, private=private)
     plan = _planned(input_dir, zero_stage, dtype, base_model, keep_adapter=keep_adapter)
     if push_to_hub is not None and plan.adapter is not None:
         _refuse_own_base(plan.adapter)
@@ -101,14 +93,8 @@ def merge(
         files.new_folder(output_dir, force=force) as temporary,
     ):
         _write_companions(plan, temporary, wanted)
-        card.write(
-            temporary,
-            input_dir,
-            plan.folder,
-            name=push_to_hub or output_dir.resolve().name,
-            base_model=base_model,
-            adapter=keep_adapter,
-        )
+        name = push_to_hub or output_dir.resolve().name
+        card.write(temporary, input_dir, plan.folder, name=name, base_model=base_model, adapter=keep_adapter)
         written = writer.write_weights(
             plan.weights,
             temporary,
@@ -117,10 +103,7 @@ def merge(
             adapter=keep_adapter,
             progress=progress,
         )
-        if keep_adapter:
-            adapters.prove(temporary, plan.weights, plan.folder)
-        else:
-            models.prove_loadable(models.open_folder(temporary), input_dir)
+        _prove(plan, temporary, input_dir)
     address = hub.push(output_dir.resolve(), push_to_hub, private=private) if push_to_hub else None
     return MergeResult(
         output_dir=output_dir.resolve(),
@@ -134,6 +117,24 @@ def merge(
         seconds=time.monotonic() - started,
         pushed_to=address,
     )
+
+
+def _refuse_target(input_dir: Path, output_dir: Path, *, force: bool) -> None:
+    """Raise `ConfigError` where the model may not be written to `output_dir`."""
+    if input_dir.resolve().is_relative_to(output_dir.resolve()):
+        raise ConfigError(f"{output_dir} is the input folder, or holds it", hint="name another --output-dir")
+    layout.refuse_inside(output_dir, "name another --output-dir")
+    files.refuse_replacing(output_dir, companions.replaceable(output_dir, input_dir), force=force)
+
+
+def _refuse_push(repo: str | None, *, private: bool) -> None:
+    """Raise what would be in the way of a push, before any work."""
+    if repo is not None:
+        hub.check(repo, private=private)
+    elif private:
+        raise ConfigError(
+            "--private is for a new repository on the hub", hint=f"{hub.FLAG} OWNER/NAME --private"
+        )
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,14 @@ def _write_companions(plan: _Plan, target: Path, dtype: DType) -> None:
         (target / lora.ADAPTER_CONFIG).write_text(f"{text}\n", encoding="utf-8")
     companions.set_values(target, plan.changes)
     companions.set_dtype(target, dtype)
+
+
+def _prove(plan: _Plan, folder: Path, source: Path) -> None:
+    """Load back what was written to `folder`."""
+    if plan.adapter is not None:
+        adapters.prove(folder, plan.weights, plan.folder)
+    else:
+        models.prove_loadable(models.open_folder(folder), source)
 
 
 def _read(input_dir: Path, zero_stage: int | None, dtype: Dtype | None) -> tuple[Path, Weights]:

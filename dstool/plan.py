@@ -128,20 +128,6 @@ def plan(config: Config, options: Options | None = None) -> PlanResult:
     )
 
 
-def log_choice(result: PlanResult, asked: Asked) -> None:
-    """Say what was chosen, for what, and what was assumed.
-
-    Raises:
-        ConfigError: nothing fits.
-    """
-    if result.stage is None:
-        raise ConfigError(f"{result.model} fits at no stage: {_nearest(result)}", hint=_command(asked))
-    for words in result.assumed:
-        logger.info("assumed: %s", words)
-    named = _named(result.stage, result.offload or "none")
-    logger.info("%s: %s is the fastest that fits", result.model, named)
-
-
 def _choice(each: memory.Estimate, limits: memory.Limits, setup: memory.Setup) -> Choice:
     lacks = each.lacks(limits, setup.gpus)
     host = each.host_bytes(setup.gpus)
@@ -165,6 +151,8 @@ class Asked:
     """In place of the run file's."""
     adds_lora: bool = False
     """Whether an adapter is planned for that the run file does not have."""
+    run_file: Path | None = None
+    """Where that is another one than dstool.yaml here."""
 
 
 def ask(
@@ -184,12 +172,14 @@ def ask(
     config = loaded.config
     if model is not None:
         task_given = "model.task" in loaded.sources if task_given is None else task_given
-        config = with_model(config, model, task_given=task_given)
+        config = _with_model(config, model, task_given=task_given)
     if lora:
         config = config.model_copy(update={"lora": config.lora or LoraSection(target_modules="all-linear")})
     names = [each.name for each in fields(Options) if given.get(each.name) is not None]
     options = Options(**{name: given[name] for name in names})
-    return Asked(config, options, tuple(words), model, adds_lora=lora and loaded.config.lora is None)
+    adds_lora = lora and loaded.config.lora is None
+    run_file = None if loaded.path == Path(RUN_FILE) else loaded.path
+    return Asked(config, options, tuple(words), model, adds_lora, run_file)
 
 
 def ask_anew(given: Mapping[str, Any]) -> Asked:
@@ -219,7 +209,7 @@ def ask_anew(given: Mapping[str, Any]) -> Asked:
     return replace(asked, words=tuple(words))
 
 
-def with_model(config: Config, name: str, *, task_given: bool) -> Config:
+def _with_model(config: Config, name: str, *, task_given: bool) -> Config:
     """`config` for another model; its task is that of its architecture, where `config` does not say."""
     section = config.model.model_copy(update={"name": name, "from_scratch": None, "revision": None})
     changed = config.model_copy(update={"model": section})
@@ -423,6 +413,20 @@ def show(result: PlanResult, asked: Asked) -> str:
     return "\n".join([*lines, *next_lines(result, asked)])
 
 
+def log_choice(result: PlanResult, asked: Asked) -> None:
+    """Say what was chosen, for what, and what was assumed.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    if result.stage is None:
+        raise ConfigError(f"{result.model} fits at no stage: {_nearest(result)}", hint=_command(asked))
+    for words in result.assumed:
+        logger.info("assumed: %s", words)
+    named = _named(result.stage, result.offload or "none")
+    logger.info("%s: %s is the fastest that fits", result.model, named)
+
+
 def _heading(result: PlanResult) -> list[str]:
     setup, limits = result.setup, result.limits
     part = "" if result.trained == result.parameters else f", {result.trained:,} of them trained"
@@ -506,12 +510,9 @@ def next_lines(result: PlanResult, asked: Asked) -> list[str]:
         return []
     options = {"stage": result.stage, "offload": None if result.offload == "none" else result.offload}
     write = _typed("init-config", {**options, **_for_init_config(asked)})
-    words = [
-        *asked.words,
-        *_of_length(asked),
-        *(["lora.target_modules=all-linear"] if asked.adds_lora else []),
-    ]
-    return [f"next: {write}", *([f"then: {_typed('train', {}, words)}"] if words else [])]
+    words, run_file = _for_train(asked), None if asked.model else asked.run_file
+    train = _typed("train", {"config": run_file}, words)
+    return [f"next: {write}", *([f"then: {train}"] if words or run_file else [])]
 
 
 def _for_init_config(asked: Asked) -> dict[str, Any]:
@@ -541,10 +542,17 @@ def _said_in_json(config: Config) -> dict[str, Any]:
     }
 
 
-def _of_length(asked: Asked) -> list[str]:
-    """The length that was given, as a word of the run file."""
-    length = asked.options.seq_len
-    return [f"data.{LENGTH_KEYS[asked.config.model.task]}={length}"] if length is not None else []
+def _for_train(asked: Asked) -> list[str]:
+    """What was planned for and `init-config` has no option for, as words over the run file.
+
+    One that stays may name another JSON than the one that is written.
+    """
+    config, length = asked.config, asked.options.seq_len
+    names_it = isinstance(config.deepspeed, str) and Path(config.deepspeed) == Path("ds_config.json")
+    words = [word for word in asked.words if not word.startswith("deepspeed")]
+    words += [] if asked.model or names_it else ["deepspeed=ds_config.json"]
+    words += [] if length is None else [f"data.{LENGTH_KEYS[config.model.task]}={length}"]
+    return words + (["lora.target_modules=all-linear"] if asked.adds_lora else [])
 
 
 def _command(asked: Asked) -> str:

@@ -19,7 +19,7 @@ from dstool.ds_config import memory
 from dstool.ds_config.build import build
 from dstool.ds_config.options import Options as JsonOptions
 from dstool.errors import ConfigError, ModelError
-from dstool.plan import Asked, Options, PlanResult, plan, show
+from dstool.plan import Asked, Options, PlanResult, next_lines, plan, show
 
 GB = 1_000_000_000
 LLAMA_8B = {
@@ -405,7 +405,7 @@ def test_the_recommendation_can_be_typed() -> None:
     lines = show(
         planned(LLAMA_8B, gpus=2, gpu_memory="40GB", micro_batch=1, seq_len=512), Asked(Config())
     ).splitlines()
-    assert lines[-1].startswith("next: dstool init-config --stage ")
+    assert lines[-2].startswith("next: dstool init-config --stage ")
     assert sum("fits, the fastest" in line for line in lines) == 1
 
 
@@ -510,6 +510,54 @@ def test_the_next_command_says_all_that_was_planned(tiny: Callable[..., Path], h
     assert (config.model.name, config.model.task) == (model, "causal-lm")
     assert config.train.arguments()["gradient_checkpointing"] is True
     assert config.lora is not None
+
+
+HERE = {"deepspeed": "ds_config.json"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "train"),
+    [
+        (Asked(scratch({}, **HERE)), "", None),
+        (
+            Asked(scratch({}, **HERE), Options(seq_len=64, micro_batch=2)),
+            " --micro-batch 2",
+            "data.block_size=64",
+        ),
+        (Asked(scratch({}, **HERE), words=("train.run_name=a b",)), "", "'train.run_name=a b'"),
+        (Asked(scratch({}, **HERE), adds_lora=True), "", "lora.target_modules=all-linear"),
+        (Asked(scratch({}, **HERE), run_file=Path("b.yaml")), "", "--config b.yaml"),
+        (Asked(scratch({})), "", "deepspeed=ds_config.json"),
+        (Asked(scratch({}, deepspeed={}), words=("deepspeed={}",)), "", "deepspeed=ds_config.json"),
+        (Asked(scratch({}), model="org/m"), " --model org/m --task causal-lm", None),
+        (
+            Asked(Config(), Options(gradient_checkpointing=True, seq_len=9, precision="fp32"), model="m"),
+            " --model m --task text-classification --precision fp32 --activation-checkpointing",
+            "data.max_length=9",
+        ),
+    ],
+)
+def test_next_is_what_init_config_takes_and_then_what_train_takes(
+    asked: Asked, options: str, train: str | None, here: Path
+) -> None:
+    Path("ds_config.json").write_text("{}")
+    assert next_lines(planned(SMALL), asked) == [
+        f"next: dstool init-config --stage 1{options} --force",
+        *([f"then: dstool train {train}"] if train else []),
+    ]
+
+
+def test_force_is_for_what_is_there_and_has_to_be_another(here: Path) -> None:
+    config, result = scratch({}), planned(SMALL)
+    Path("dstool.yaml").touch()
+    for asked in (Asked(config, model="m"), Asked(config, Options(gradient_checkpointing=True))):
+        assert next_lines(result, asked)[0].endswith(" --force")
+    assert next_lines(result, Asked(config))[0] == "next: dstool init-config --stage 1"
+
+
+def test_nothing_comes_next_where_nothing_fits() -> None:
+    result = planned(LLAMA_8B, gpus=1, gpu_memory="4GB", cpu_memory="32GB")
+    assert next_lines(result, Asked(Config())) == []
 
 
 def test_what_init_config_refuses_is_said_in_its_words(here: Path) -> None:
