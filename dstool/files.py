@@ -223,6 +223,12 @@ def open_to_umask(*paths: Path) -> None:
             path.chmod(0o666 & ~mask)
 
 
+def option(name: str, value: object = True) -> str:
+    """An option as one types it: `seq_len` with 512 is `--seq-len 512`; one that is True has no value."""
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag} {typed(str(value))}"
+
+
 def typed(path: Path | str) -> str:
     """`path` as one types it in a shell: in quotes where it has spaces, or letters beyond ASCII."""
     return shlex.quote(str(path))

@@ -11,24 +11,23 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dstool import files, machine, preflight
+from dstool import files, machine, new_run_file, preflight
 from dstool import run_file as rewritten
-from dstool.config import LENGTH_KEYS, RUN_FILE, Loaded, Task, load, scalar
+from dstool.config import LENGTH_KEYS, RUN_FILE, Loaded, Task, load
 from dstool.ds_config import check as ds_check
 from dstool.ds_config import read, source
 from dstool.ds_config.build import build, dumps, of_run_file
 from dstool.ds_config.check import Finding
 from dstool.ds_config.looks import Circumstances
-from dstool.ds_config.options import CHOICES, WITHOUT_WARMUP, Options
+from dstool.ds_config.options import CHOICES, Options
 from dstool.ds_config.presets import PRESETS
 from dstool.errors import ConfigError
-from dstool.files import typed
+from dstool.files import option
 from dstool.run_file import by_hand, shown
 
 logger = logging.getLogger("dstool.init_config")
 
 LOCAL_NVME = Path("/local_nvme")
-SAMPLE = "sample:reviews_en"
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,9 @@ def init_config(
         rewritten.write(run_file, run_text, changes)
     if kept is None:
         named, task = os.path.relpath(output, run_file.parent), task or "text-classification"
-        run_text = run_file_text(named, options, model=model, data=data, task=task, lora=lora, length=length)
+        run_text = new_run_file.text(
+            named, options, model=model, data=data, task=task, lora=lora, length=length
+        )
         files.write_text(run_file, run_text)
     _tell(options, run_file, warnings)
     return _result(options, output, run_file, kept, length, touched=run_text is not None)
@@ -114,10 +115,10 @@ def _other_length(kept: Loaded | None, length: int | None, run_file: Path) -> li
     own = getattr(kept.config.data, key)
     if own == length:
         return []
-    said = f"with data.{key}: {own}" if own else f"without data.{key}"
-    words = f"dstool train data.{key}={length}"
-    logger.warning("%s stays, %s; for the length that was planned for: %s", run_file, said, words)
-    return [f"data.{key}={length}"]
+    said = f"keeps data.{key}: {own}" if own else f"still has no data.{key}"
+    word = f"data.{key}={length}"
+    logger.warning("%s %s; for the length that was planned for: dstool train %s", run_file, said, word)
+    return [word]
 
 
 def options_of(preset: str | None, settings: Iterable[str], given: Mapping[str, Any]) -> Options:
@@ -175,7 +176,7 @@ def _refuse_twice(words: Iterable[tuple[str, Any]], given: Mapping[str, Any]) ->
     for path, value in words:
         for name in given:
             if any(f"{key}.".startswith(f"{path}.") for key in _KEYS.get(name, ())):
-                flag, text = _flag(name), value if isinstance(value, str) else json.dumps(value)
+                flag, text = option(name), value if isinstance(value, str) else json.dumps(value)
                 raise ConfigError(
                     f"{flag} {given[name]} and --set {path}={text} both say what {path} is",
                     hint=f"leave one of the two out: {flag} or --set {path}",
@@ -190,9 +191,9 @@ _BY_AUTO = ("preset", "stage", "offload", "offload_optimizer", "offload_param")
 
 def refuse_without_auto(given: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for options that say what `--auto` is to plan for, where it is not given."""
-    words = [_option(name, given[name]) for name in _FOR_AUTO if name in given]
+    words = [option(name, given[name]) for name in _FOR_AUTO if name in given]
     if words:
-        named = [_option("model", given["model"])] if "model" in given else []
+        named = [option("model", given["model"])] if "model" in given else []
         raise ConfigError(
             f"{', '.join(words)}: for --auto alone, which chooses stage and offload by it",
             hint=f"dstool init-config --auto {' '.join(named + words)}",
@@ -204,19 +205,10 @@ def refuse_with_auto(given: Mapping[str, Any]) -> None:
     for name in _BY_AUTO:
         if name in given:
             raise ConfigError(
-                f"--auto chooses the stage and offload, and {_flag(name)} says otherwise",
+                f"--auto chooses the stage and offload, and {option(name)} says otherwise",
                 hint="leave one of the two out; dstool plan shows what each stage takes "
-                f"({_option(name, given[name])})",
+                f"({option(name, given[name])})",
             )
-
-
-def _option(name: str, value: Any) -> str:
-    """An option as one types it."""
-    return _flag(name) if value is True else f"{_flag(name)} {typed(str(value))}"
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _setting(word: str) -> tuple[str, Any]:
@@ -317,7 +309,7 @@ def _refuse_kept(
     if lora and kept.config.lora is None:
         raise ConfigError(
             f"--lora: {run_file} stays as it is, and trains the whole model",
-            hint=f"write `{_LORA}` into {run_file}, and give the command again",
+            hint=f"write `{new_run_file.LORA}` into {run_file}, and give the command again",
         )
     if changes and not force:
         raise ConfigError(
@@ -339,7 +331,7 @@ def _around(
 ) -> Circumstances:
     """What the JSON is checked against: the run file as it will be."""
     if kept is None:
-        return Circumstances(_train(options), model_config=preflight.config_of(model))
+        return Circumstances(new_run_file.train(options), model_config=preflight.config_of(model))
     around = preflight.circumstances(kept.config)
     train = {**(around.train or {}), **changes}
     return replace(around, train={name: value for name, value in train.items() if value is not None})
@@ -392,131 +384,3 @@ def with_nvme_path(options: Options, folder: Path) -> Options:
     path = folder.resolve() / "nvme_offload"
     logger.info("nvme_path: %s, as there is no %s to write to (--nvme-path names another)", path, LOCAL_NVME)
     return replace(options, nvme_path=str(path))
-
-
-def run_file_text(
-    json_path: str,
-    options: Options,
-    *,
-    model: str | None,
-    data: str | None,
-    task: Task,
-    lora: bool = False,
-    length: int | None = None,
-) -> str:
-    """A run file with a comment on every line: for `model` and `data`, or runnable on the bundled sample."""
-    other = "causal-lm" if task == "text-classification" else "text-classification"
-    lines = [
-        ("model:", "what is trained"),
-        (f"  task: {task}", f"or {other}"),
-        *(
-            ((f"  name: {scalar(model)}", "a folder, or a name on the Hugging Face hub"),)
-            if model
-            else _SCRATCH[task]
-        ),
-        *_data_lines(data, task, length),
-        *_train_lines(model is not None, options),
-        *(((_LORA, "an adapter alone is trained, on every linear layer"),) if lora else ()),
-        (f"deepspeed: {scalar(json_path)}", "the DeepSpeed JSON: a path, or the same mapping written here"),
-    ]
-    return _HEAD + "".join(_line(text, comment) for text, comment in lines)
-
-
-def _line(text: str, comment: str) -> str:
-    blank = "" if text.startswith(" ") else "\n"
-    return f"{blank}{text:<32} # {comment}\n"
-
-
-_HEAD = """\
-# The run file of dstool: train, consolidate, merge and infer all read it.
-# Each key can be given on the command line as well: dstool train train.learning_rate=1e-4
-# What a run would use, and where each value is from: dstool train --show-config
-"""
-
-_LORA = "lora: {target_modules: all-linear}"
-
-_SIZES = (
-    ("    vocab_size: 2000", "its tokenizer is trained on the data, up to this size"),
-    ("    hidden_size: 128", "the width of a layer"),
-    ("    num_hidden_layers: 2", "the layers"),
-    ("    num_attention_heads: 4", "the heads in each"),
-    ("    intermediate_size: 256", "the width inside a feed-forward block"),
-    ("    max_position_embeddings: 128", "the longest text, in tokens"),
-)
-_SCRATCH = {
-    task: (
-        ("  from_scratch:", "a small model with random weights, to try everything at once;"),
-        (f"    model_type: {kind}", "for a real one, name: FOLDER_OR_HUB_NAME in place of this block"),
-        *_SIZES,
-    )
-    for task, kind in (("text-classification", "bert"), ("causal-lm", "llama"))
-}
-
-
-def _data_lines(data: str | None, task: Task, length: int | None) -> list[tuple[str, str]]:
-    last = {
-        "text-classification": [
-            ("  label_column: label", "the column with the label: words or whole numbers"),
-            *([(f"  max_length: {length}", "tokens of a text; what is longer is cut")] if length else []),
-        ],
-        "causal-lm": [(f"  block_size: {length or 128}", "tokens in a block; texts are packed end to end")],
-    }
-    return [
-        ("data:", "the text"),
-        (
-            f"  train: {scalar(data or SAMPLE)}",
-            "csv, tsv, jsonl, parquet, txt: file, folder, glob or hub name",
-        ),
-        ("  eval_split: 0.2", "the part that is held out; or name a file: eval: valid.csv"),
-        ("  text_column: text", "the column with the text"),
-        *last[task],
-    ]
-
-
-def _train_lines(real_model: bool, options: Options) -> list[tuple[str, str]]:
-    return [
-        ("train:", "every field of transformers.TrainingArguments, by its name"),
-        *(
-            (f"  {name}: {shown(value)}", _TRAIN_COMMENTS[name])
-            for name, value in _train(options, real_model).items()
-        ),
-    ]
-
-
-_TRAIN_COMMENTS = {
-    "output_dir": "checkpoints, the final model and the run's settings go here",
-    "num_train_epochs": "passes over the data",
-    "per_device_train_batch_size": "rows per rank and step",
-    "learning_rate": "fills the JSON's `auto` values, like the rest",
-    "lr_scheduler_type": "the course of the learning rate",
-    "warmup_steps": "steps until the full rate; below 1 it is a share of all steps",
-    "gradient_checkpointing": "less memory for activations, about a third more time",
-    "save_strategy": "when to write a checkpoint: epoch, steps or no",
-    "save_first_step": "whether to write one after the first step too",
-    "save_fp32": "whether to leave the fp32 weights as well, in out/fp32",
-}
-
-
-def _train(options: Options, real_model: bool = False) -> dict[str, Any]:
-    """The run file's `train:` for `options`: what the JSON has a number for is said there alone."""
-    said = of_run_file(options)
-    own_scheduler = options.scheduler == "none"
-    warms = options.warmup is None and options.scheduler not in WITHOUT_WARMUP
-    values: dict[str, Any] = {
-        "output_dir": "out",
-        "num_train_epochs": 1,
-        "per_device_train_batch_size": 8 if _free_micro_batch(options) else None,
-        "learning_rate": (5e-5 if real_model else 1e-3) if options.lr is None else None,
-        "lr_scheduler_type": "linear" if own_scheduler else None,
-        "warmup_steps": 0.1 if warms else None,
-        "gradient_checkpointing": None,
-        "save_strategy": "epoch",
-        "save_first_step": not real_model,
-        "save_fp32": False,
-    }
-    return {name: value for name, value in {**values, **said}.items() if value is not None}
-
-
-def _free_micro_batch(options: Options) -> bool:
-    """Whether neither the JSON nor the sum of a global batch decides the rows of a step."""
-    return options.micro_batch is None and not (options.global_batch and options.accumulation)

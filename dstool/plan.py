@@ -15,7 +15,7 @@ from dstool.ds_config import memory
 from dstool.ds_config.build import AUTO, OPTIMIZER_PARAMS
 from dstool.ds_config.options import CHOICES, Offload, OptimizerName, Stage
 from dstool.errors import ConfigError, ModelError
-from dstool.files import typed
+from dstool.files import option, typed
 
 logger = logging.getLogger("dstool.plan")
 
@@ -241,7 +241,7 @@ def _check(options: Options) -> None:
     for name in ("gpus", "nodes", "micro_batch", "seq_len"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            flag = f"--{name.replace('_', '-')}"
+            flag = option(name)
             raise ConfigError(f"{flag} {value}: must be 1 or more", hint=f"{flag} 1")
 
 
@@ -563,8 +563,5 @@ def _command(asked: Asked) -> str:
 
 def _typed(command: str, options: Mapping[str, Any], words: Sequence[str] = ()) -> str:
     """A command of dstool as one types it: an option that is None or False is left out, True has no value."""
-    parts = ["dstool", command, *map(typed, words)]
-    for name, value in options.items():
-        if value is not None and value is not False:
-            parts += [f"--{name.replace('_', '-')}", *([] if value is True else [typed(str(value))])]
-    return " ".join(parts)
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    return " ".join(["dstool", command, *map(typed, words), *map(option, given, given.values())])

@@ -127,14 +127,14 @@ def test_with_lora_a_run_file_that_stays_must_have_it(tiny):
 
 @pytest.mark.parametrize(
     ("own", "said"),
-    [("", "without data.block_size"), ("data: {block_size: 128}\n", "with data.block_size: 128")],
+    [("", "still has no data.block_size"), ("data: {block_size: 128}\n", "keeps data.block_size: 128")],
 )
 def test_the_length_of_a_run_file_that_stays_is_told_of_and_kept_by_the_next_command(own, said, tiny):
     text = f"model: {{name: {tiny('gpt2')}, task: causal-lm}}\ntrain: {{warmup_steps: 1}}\n{own}"
     Path("dstool.yaml").write_text(text)
     done = init("--gpus", "1", "--seq-len", "64", "--force")
     assert (
-        f"dstool.yaml stays, {said}; for the length that was planned for: dstool train data.block_size=64"
+        f"dstool.yaml {said}; for the length that was planned for: dstool train data.block_size=64"
         in done.stderr
     )
     assert done.stdout.endswith("dstool train deepspeed=ds_config.json data.block_size=64\n")
@@ -148,7 +148,7 @@ def test_a_length_that_is_the_run_files_own_is_not_told_of(words, tiny):
         "train: {warmup_steps: 1}\ndeepspeed: ds_config.json\n"
     )
     done = init("--gpus", "1", *words)
-    assert "stays" not in done.stderr
+    assert "for the length" not in done.stderr
     assert done.stdout.endswith("  dstool train\n")
 
 

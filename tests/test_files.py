@@ -13,6 +13,7 @@ from dstool.files import (
     in_run,
     new_folder,
     occupied,
+    option,
     refuse_existing,
     refuse_unwritable,
     typed,
@@ -304,3 +305,9 @@ def test_a_file_that_is_replaced_keeps_its_rights_and_a_link_to_it_stays(tmp_pat
     link.symlink_to(real)
     write_text(link, "new")
     assert (link.is_symlink(), real.read_text(), real.stat().st_mode & 0o777) == (True, "new", 0o600)
+
+
+def test_an_option_is_shown_as_it_is_typed():
+    assert option("seq_len", 512) == "--seq-len 512"
+    assert option("model", "내 것") == "--model '내 것'"
+    assert option("lora") == option("lora", True) == "--lora"

@@ -18,7 +18,8 @@ from dstool.ds_config.options import CHOICES, Options
 from dstool.ds_config.presets import PRESETS
 from dstool.ds_config.source import parse
 from dstool.errors import ConfigError, NoDevice
-from dstool.init_config import _checked, _train, generate, init_config, options_of, refuse_files
+from dstool.init_config import _checked, generate, init_config, options_of, refuse_files
+from dstool.new_run_file import train
 
 STAGES, OFFLOADS = (0, 1, 2, 3), ("none", "cpu", "nvme")
 PRECISIONS = ("auto", "fp32", "fp16", "bf16")
@@ -272,6 +273,7 @@ def test_c_a_model_without_hidden_size_gets_numbers_for_the_sizes(stage):
     sizes = [zero[name] for name in zero if name.endswith(("bucket_size", "threshold"))]
     assert sizes
     assert "auto" not in sizes
+    assert module.json_alone(Options(stage=stage), "m") == Path("ds_config.json").read_text()
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -499,10 +501,10 @@ def test_c28_c32_no_combination_that_is_written_has_a_finding(monkeypatch):
         options = Options(stage, device, path, "auto", optimizer, scheduler, offload_param=None)
         try:
             text = generate(options)
-            _checked(text, Circumstances(_train(options)), Path(RUN_FILE))
+            _checked(text, Circumstances(train(options)), Path(RUN_FILE))
         except ConfigError:
             continue
-        found = check(parse(text), Circumstances(_train(options), machine=fit))
+        found = check(parse(text), Circumstances(train(options), machine=fit))
         assert found == (), (options, found)
         seen.add((stage, device, optimizer, scheduler))
     assert len(seen) > 300

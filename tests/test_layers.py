@@ -32,6 +32,7 @@ LAYERS = (
         "dstool.ds_config.rules",
         "dstool.ds_config.run_rules",
         "dstool.ds_config.check",
+        "dstool.new_run_file",
         "dstool.launch",
         "dstool.machine",
         "dstool.console",
