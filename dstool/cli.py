@@ -133,7 +133,9 @@ def root(
 
 ConfigOpt = Annotated[
     Path | None,
-    typer.Option("--config", "-c", help="The run file; by default dstool.yaml.", show_default=False),
+    typer.Option(
+        "--config", "-c", help="The run file; by default dstool.yaml.", show_default=False, readable=False
+    ),
 ]
 Words = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values over those of the run file.")
@@ -376,7 +378,9 @@ def _planned(
 def check(
     path: Annotated[
         Path | None,
-        typer.Argument(metavar="DS_CONFIG", help="The DeepSpeed JSON, or else that of the run file."),
+        typer.Argument(
+            metavar="DS_CONFIG", help="The DeepSpeed JSON, or else that of the run file.", readable=False
+        ),
     ] = None,
     config: ConfigOpt = None,
     world_size: Annotated[

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from dstool.ds_config import rules, run_rules, source
+from dstool.ds_config import read, rules, run_rules, source
 from dstool.ds_config.looks import Circumstances, Look, Raw, Severity
 from dstool.ds_config.source import Edit, Fault, Source
 from dstool.errors import ConfigError, NoDevice
@@ -47,7 +47,7 @@ class Fixed:
 
 def check(text: Source, around: Circumstances) -> tuple[Finding, ...]:
     """What is wrong with `text`, in its order. What a reader cannot get past is the last that is found."""
-    found = [_of_fault(text, fault) for fault in text.faults]
+    found = [_of_fault(text, fault, around.file) for fault in text.faults]
     if text.whole and isinstance(text.value, dict):
         look = Look(text.value, text, around)
         raws = [raw for rule in (*rules.RULES, *run_rules.RULES) for raw in rule(look)]
@@ -124,14 +124,14 @@ _FAULTS: Final = MappingProxyType(
             "Transformers takes the last of the two without a word, DeepSpeed refuses the file",
             "delete the first, as the last is the one that counts",
         ),
-        "empty": ("nothing can be trained with it", "dstool init-config --force writes one"),
+        "empty": ("nothing can be trained with it", "{anew} writes one"),
         "missing-colon": ("the file cannot be read", "put a colon after the key"),
         "missing-comma": ("the file cannot be read", "put a comma after the value before it"),
-        "nested": ("the file cannot be read", "dstool init-config --force writes a new one"),
+        "nested": ("the file cannot be read", "{anew} writes a new one"),
         "not-a-number": ("no other program can read the file", "write a number"),
         "python-word": ("the file cannot be read", "write true, false or null"),
         "single-quotes": ("the file cannot be read", "write double quotes"),
-        "top-level": ("the file cannot be used", "dstool init-config --force writes a new one"),
+        "top-level": ("the file cannot be used", "{anew} writes a new one"),
         "trailing-comma": ("the file cannot be read", "delete the comma"),
         "unclosed": ("the file cannot be read", "close it"),
         "unquoted-key": ("the file cannot be read", "put the key in double quotes"),
@@ -139,8 +139,9 @@ _FAULTS: Final = MappingProxyType(
 )
 
 
-def _of_fault(text: Source, fault: Fault) -> Finding:
+def _of_fault(text: Source, fault: Fault, file: str) -> Finding:
     consequence, mend = _FAULTS.get(fault.rule, ("the file cannot be read", "correct the line"))
+    mend = mend.format(anew=read.anew(file))
     line = column = None
     if fault.position is not None:
         line, column = text.line_column(fault.position)

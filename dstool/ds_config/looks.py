@@ -36,13 +36,15 @@ class Machine:
 class Circumstances:
     """What the JSON is checked against; None is not known, and what needs it is not looked at.
 
-    `train` are the arguments that the run file gives, `model_config` is the model's config.json.
+    `train` are the arguments that the run file gives, `model_config` is the model's config.json, and `file`
+    what the JSON is called.
     """
 
     train: Mapping[str, Any] | None = None
     world_size: int | None = None
     model_config: Mapping[str, Any] | None = None
     machine: Machine | None = None
+    file: str = "ds_config.json"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from dstool import files
 from dstool.ds_config import source
 from dstool.ds_config.build import AUTO, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from dstool.errors import ConfigError
@@ -30,14 +31,13 @@ def read(path: Path) -> dict[str, Any]:
     """
     parsed = source.parse(text_of(path))
     for fault in parsed.faults:
-        if fault.rule == "empty":
-            raise ConfigError(f"{path}: {fault.words}", hint="dstool init-config --force")
         if fault.position is None:
-            raise ConfigError(f"{path}: {fault.words}")
+            raise ConfigError(f"{path}: {fault.words}", hint=anew(str(path)))
         if fault.rule != "byte-order-mark":
             line, column = parsed.line_column(fault.position)
             raise ConfigError(
-                f"{path}:{line}:{column}: {fault.words}", hint=f"dstool check {path} shows the place"
+                f"{path}:{line}:{column}: {fault.words}",
+                hint=f"dstool check {files.typed(path)} shows the place",
             )
     return dict(parsed.value)
 
@@ -47,17 +47,21 @@ def text_of(path: Path) -> str:
 
     Raises `ConfigError` where it cannot be read, or is not UTF-8.
     """
-    if path.is_dir():
-        raise ConfigError(f"{path}: a folder, not a JSON file", hint="name the .json file inside it")
     try:
-        return path.read_bytes().decode("utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file", hint="dstool init-config") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # also a name that no file can have
-        where = f"byte {error.start}" if isinstance(error, UnicodeDecodeError) else str(error)
-        raise ConfigError(f"{path}: not UTF-8 text ({where})", hint=f"save {path.name} as UTF-8") from None
+        return files.text_of(path, "JSON file")
+    except (FileNotFoundError, NotADirectoryError):
+        hint = anew(str(path)).removesuffix(" --force")
+        raise ConfigError(f"{path}: no such file", hint=hint) from None
+    except IsADirectoryError:
+        inside = sorted(path.glob("*.json"))
+        hint = f"name the file in it: {files.typed(inside[0])}" if inside else "name a .json file"
+        raise ConfigError(f"{path}: a folder, not a JSON file", hint=hint) from None
+
+
+def anew(name: str) -> str:
+    """The command that writes the JSON called `name` anew."""
+    named = "" if name == "ds_config.json" else f" -o {files.typed(name)}"
+    return f"dstool init-config{named} --force"
 
 
 # --- bringing together -----------------------------------------------------------------------------------
@@ -360,7 +364,7 @@ def _literal(ds: Mapping[str, Any], key: str, otherwise: Any) -> Any:
 
 def _refusal(work: _Work, run_name: str) -> ConfigError:
     parts = [f"{work.json_name}: {'; '.join(each.words for each in work.problems)}"] if work.problems else []
-    hint = f"correct {work.json_name}, or write a new one: dstool init-config --force"
+    hint = "dstool check shows each with its place and mend"
     if work.mismatches:
         parts.append(f"{work.json_name} and {run_name} disagree: {'; '.join(work.mismatches.values())}")
         hint = f'in {work.json_name} set to "auto": {", ".join(work.mismatches)}'

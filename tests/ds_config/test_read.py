@@ -101,6 +101,11 @@ def test_a_missing_file_names_the_command_that_writes_one(file):
 def test_a_folder_and_other_encodings(file, tmp_path):
     with pytest.raises(ConfigError, match="a folder, not a JSON file"):
         read(tmp_path)
+    (tmp_path / "my ds").mkdir()
+    file("{}").rename(tmp_path / "my ds" / "a.json")
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path / "my ds")
+    assert caught.value.hint == f"name the file in it: '{tmp_path}/my ds/a.json'"
     with pytest.raises(ConfigError, match=r"^ds_config\.json: not UTF-8 text \(byte 0\)"):
         read(file('{"a": 1}'.encode("utf-16")))
 
