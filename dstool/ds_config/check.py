@@ -104,6 +104,7 @@ _OF_VALUES: Final = frozenset(
         "contradiction",
         "mismatch",
         "null-block",
+        "null-param",
         "nvme-path",
         "no-device",
         "offload-stage",
@@ -194,7 +195,7 @@ def _told_once(raws: Iterable[Raw]) -> list[Raw]:
                 continue
             seen.add(raw.at)
         above = {raw.at[:length] for length in range(1, len(raw.at) + 1)}
-        if raw.rule in ("auto-unfilled", "unread-key") and above & nameless:
+        if raw.rule in ("auto-unfilled", "null-param", "unread-key") and above & nameless:
             continue
         if raw.rule == "old-name" and raw.at in seen:
             continue
@@ -246,7 +247,8 @@ def error_of(errors: Iterable[Finding]) -> type[ConfigError | NoDevice]:
 
 
 def _is_settled(finding: Finding) -> bool:
-    return finding.rule in _SETTLED or (finding.rule == "scheduler-needs" and bool(finding.edit))
+    filled = finding.rule in ("scheduler-needs", "null-param") and bool(finding.edit)
+    return finding.rule in _SETTLED or filled
 
 
 def _place(finding: Finding, name: str, *, places: bool) -> str:

@@ -466,14 +466,9 @@ def _check_offload(work: _Work) -> None:
 
 def _fill_missing(work: _Work) -> None:
     """Put "auto" where a key is left out and DeepSpeed's default would silently overrule the run file."""
-    known = {name.lower(): params for name, params in OPTIMIZER_PARAMS.items()}  # DeepSpeed folds case here,
-    optimizer = known.get(str(work.get("optimizer.type")).lower(), {})
-    scheduler = SCHEDULER_PARAMS.get(str(work.get("scheduler.type")), {})  # but not here (runtime/config.py)
     blocks: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [("", work.ds, _TRAINERS_OWN)]
-    for name, params in (("optimizer", optimizer), ("scheduler", scheduler)):
-        if params:
-            own = tuple(key for key, value in params.items() if value == AUTO)
-            blocks.append((f"{name}.params.", work.ds[name].setdefault("params", {}), own))
+    for name, own in filled_params(work.ds).items():
+        blocks.append((f"{name}.params.", work.ds[name].setdefault("params", {}), own))
     filled = []
     for prefix, block, keys in blocks:
         missing = [key for key in keys if block.get(key) is None]
@@ -481,6 +476,22 @@ def _fill_missing(work: _Work) -> None:
         filled += [prefix + key for key in missing]
     if filled:
         work.notes.append(f"left out of {work.json_name} and taken from the run: {', '.join(filled)}")
+
+
+def filled_params(ds: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """By its block, the optimizer's and scheduler's parameters that become "auto" where they are left out."""
+    blocks = {name: ds.get(name) for name in ("optimizer", "scheduler")}
+    types = {name: str(block.get("type")) for name, block in blocks.items() if isinstance(block, dict)}
+    folded = {name.lower(): params for name, params in OPTIMIZER_PARAMS.items()}  # DeepSpeed folds case here,
+    params = {
+        "optimizer": folded.get(types.get("optimizer", "").lower(), {}),
+        "scheduler": SCHEDULER_PARAMS.get(types.get("scheduler", ""), {}),  # but not here (runtime/config.py)
+    }
+    return {
+        block: tuple(name for name, value in taken.items() if value == AUTO)
+        for block, taken in params.items()
+        if taken
+    }
 
 
 def _check_types(work: _Work) -> None:

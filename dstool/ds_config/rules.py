@@ -47,6 +47,8 @@ def refused(look: Look) -> Iterator[Raw]:
         if each.rule == "removed-key":
             mend = f"delete it: {keys.removed().get(dotted, 'nothing replaces it')}"
             edits = delete(look, each.path) if _is_off(look.get(*each.path)) else ()
+        elif each.path == (_ZERO,) and isinstance(look.get(_ZERO), bool):
+            consequence, mend, edits = _old_zero(look)
         elif each.rule == "wrong-type":
             edits = _plain_value(look, each.path, keys.keys().get(dotted))
         elif each.rule == "unknown-key":
@@ -54,6 +56,17 @@ def refused(look: Look) -> Iterator[Raw]:
         elif each.rule == "wrong-value":
             edits = _plain_value(look, each.path, keys.keys().get(dotted))
         yield Raw(each.rule, each.path, problem, consequence, mend, edits)
+
+
+_ZERO: Final = "zero_optimization"
+
+
+def _old_zero(look: Look) -> tuple[str, str, tuple[Edit, ...]]:
+    """What happens to the old form, true or false, and its mend (deepspeed 0.19.8 runtime/zero/config.py)."""
+    stage = int(look.get(_ZERO))
+    told = f"DeepSpeed by itself takes it for stage {stage}, accelerate stops with a traceback"
+    edits = () if look.has("allgather_size") else replace(look, (_ZERO,), {"stage": stage})
+    return told, f'write {{"stage": {stage}}}', edits
 
 
 def _elsewhere(name: str, said: str) -> str:
@@ -246,6 +259,32 @@ def null_blocks(look: Look) -> Iterator[Raw]:
             yield Raw("null-block", path, words, told, 'write {"stage": 2}, or another stage')
         else:
             yield Raw("null-block", path, words, told, "delete the key", delete(look, path))
+
+
+def null_params(look: Look) -> Iterator[Raw]:
+    """Parameters that are null, which DeepSpeed hands on as they are: no default takes their place."""
+    filled = read.filled_params(look.ds)
+    scheduler = keys.schedulers().get(str(look.get("scheduler", "type")))
+    needs = {f"scheduler.params.{name}" for name in scheduler.needs} if scheduler else set()
+    for block in ("optimizer", "scheduler"):
+        params = look.get(block, "params")
+        nulls = [name for name, value in params.items() if value is None] if isinstance(params, dict) else []
+        for name in nulls:
+            key = keys.keys().get(f"{block}.params.{name}")
+            if key and "null" not in key.types and key.path not in needs:  # of these `scheduler_params` tells
+                yield from _null_param(look, key, fills=name in filled.get(block, ()))
+
+
+def _null_param(look: Look, key: keys.Key, *, fills: bool) -> Iterator[Raw]:
+    path = tuple(key.path.split("."))
+    if {"int", "float", "list"} & set(key.types):
+        words = f"{key.path} is null, {_expected(key)} is expected"
+        told = "DeepSpeed stops with a traceback, after the model has loaded"
+        mend, edits = ('set it to "auto"', replace(look, path, AUTO)) if fills else ("delete the key", ())
+        yield Raw("null-param", path, words, told, mend, edits)
+    elif key.default is True:
+        words = f"{key.path} is null, which counts as false"
+        yield Raw("null-param", path, words, "what is on by default is off", "delete it", (), "warning")
 
 
 # The keys of which DeepSpeed takes a wrong value too, and what it then does.
@@ -571,6 +610,7 @@ RULES: Final[tuple[Rule, ...]] = (
     unknown,
     values,
     null_blocks,
+    null_params,
     impossible,
     auto,
     auto_chosen,
