@@ -1520,8 +1520,8 @@ def steps_with_null(block, name, param):
 def test_a_null_parameter_is_refused_where_it_is_computed_with(block, name):
     """Against DeepSpeed and torch themselves."""
     table = keys.optimizers() if block == "optimizer" else keys.schedulers()
-    # Of these, dampening is looked at beside a momentum alone, and the engine takes the last two out.
-    others = {"dampening", "differentiable", "torch_adam", "fp32_optimizer_states"}
+    # Of these, dampening is looked at beside a momentum alone, and the engine takes the last three out.
+    others = {"dampening", "differentiable", "foreach", "torch_adam", "fp32_optimizer_states"}
     for param in table[name].takes - others:
         params = {"lr": AUTO, param: None} if block == "optimizer" else {**NEEDED[name], param: None}
         text = text_of(zero_allow_untested_optimizer=True, **{block: {"type": name, "params": params}})
