@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -15,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import dstool
+from dstool.ds_config.options import Options
+from dstool.init_config import generate
 
 pytestmark = pytest.mark.skipif(
     shutil.which("setpriv") is None or os.geteuid() != 0,
@@ -30,22 +31,13 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "sub").mkdir()
-        ds = {"zero_optimization": {"stage": 2}, **dict.fromkeys(OWN, "auto")}
-        (folder / "ds_config.json").write_text(json.dumps(ds))
-        (folder / "sub" / "ds.json").write_text(json.dumps(ds))
+        for path in (folder / "ds_config.json", folder / "sub" / "ds.json"):
+            path.write_text(generate(Options()))
         (folder / "dstool.yaml").write_text("model: {name: m}\ndeepspeed: ds_config.json\n")
         for path in (folder, *folder.rglob("*")):
             os.chown(path, NOBODY, NOBODY)
         monkeypatch.chdir(folder)
         yield folder
-
-
-OWN = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-)
 
 
 def as_nobody(*argv: str) -> subprocess.CompletedProcess[str]:

@@ -99,6 +99,20 @@ class Look:
 Rule = Callable[[Look], Iterator[Raw]]
 
 
+def renamed(look: Look, path: tuple[str, ...], meant: Mapping[str, str | None]) -> str:
+    """The mend of a key by the name that it is meant to have; `meant` has all such keys of its block."""
+    *block, key = path
+    name = meant[key]
+    others = [other for other in meant if meant[other] == name]
+    if name is None:
+        return "delete it"
+    if look.has(*block, name):
+        return f"delete it, as {name} is there too"
+    if len(others) > 1:
+        return f"keep one of {', '.join(others)} under the name {name}, and delete the rest"
+    return f"call it {name}, or delete it"
+
+
 def delete(look: Look, path: tuple[str, ...]) -> tuple[Edit, ...]:
     """The edits that take the entry at `path` out."""
     return (look.source.deletion(path),) if path in look.source.places else ()

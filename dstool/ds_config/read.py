@@ -216,11 +216,12 @@ class Reconciled:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with the value at a path of the JSON, in `words`."""
+    """What is wrong with the value at a path of the JSON, in `words`; `meant` is a key's right name."""
 
     rule: str
     path: tuple[str, ...]
     words: str
+    meant: str | None = None
 
 
 @dataclass
@@ -412,7 +413,7 @@ def _check_names(work: _Work) -> None:
             close = difflib.get_close_matches(key, TOP_LEVEL_KEYS, 1, cutoff=0.7)
             close = ["bf16"] if key == "bfp16" else close  # as near to fp16 in its letters
             words = f"{key} is no DeepSpeed key{f', did you mean {close[0]}?' if close else ''}"
-            work.problems.append(Problem("unknown-key", (key,), words))
+            work.problems.append(Problem("unknown-key", (key,), words, close[0] if close else None))
     for key in REMOVED_ZERO_KEYS:
         if key in work.ds.get("zero_optimization", {}):
             path = f"zero_optimization.{key}"

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from dstool.ds_config import keys, read
 from dstool.ds_config.build import AUTO
-from dstool.ds_config.looks import Look, Raw, Rule, add, delete, replace, show
+from dstool.ds_config.looks import Look, Raw, Rule, add, delete, renamed, replace, show
 from dstool.ds_config.source import Edit
 
 # --- what `reconcile` refuses ------------------------------------------------------------------------------
@@ -40,7 +40,9 @@ _REFUSED: Final = MappingProxyType(
 
 def refused(look: Look) -> Iterator[Raw]:
     """Everything that stops `dstool train`, in the words of `read.reconcile`."""
-    for each in read.problems(look.ds, look.around.train or {}):
+    problems = read.problems(look.ds, look.around.train or {})
+    meant = {each.path[-1]: each.meant for each in problems if each.meant}
+    for each in problems:
         consequence, mend = _REFUSED[each.rule]
         problem, dotted = each.words, ".".join(each.path)
         edits: tuple[Edit, ...] = ()
@@ -53,6 +55,7 @@ def refused(look: Look) -> Iterator[Raw]:
             edits = _plain_value(look, each.path, keys.keys().get(dotted))
         elif each.rule == "unknown-key":
             problem = problem + _elsewhere(each.path[-1], problem)
+            mend = renamed(look, each.path, meant) if each.meant else mend
         elif each.rule == "wrong-value":
             edits = _plain_value(look, each.path, keys.keys().get(dotted))
         yield Raw(each.rule, each.path, problem, consequence, mend, edits)
@@ -96,27 +99,33 @@ def unknown(look: Look) -> Iterator[Raw]:
         if known is None or known.unknown not in ("error", "ignored"):
             continue
         names = [key.name for key in keys.keys().values() if key.block == known.path]
+        meant: dict[str, str | None] = {}
         for name in [name for name in block if name not in names]:
             here = (*path, name)
             if ".".join(here) in keys.removed() or here == ("zero_optimization", "aio"):
                 continue
             if known.unknown == "ignored" and name.startswith(("_", "//")):
                 continue
-            yield _unknown(here, names, strict=known.unknown == "error")
+            meant[name] = "intra_op_parallelism" if here == _THREADS else _nearest(name, names)
+        for name in meant:
+            yield _unknown(look, (*path, name), meant, strict=known.unknown == "error")
 
 
-def _unknown(here: tuple[str, ...], names: list[str], *, strict: bool) -> Raw:
+def _nearest(name: str, names: list[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, names, 1, cutoff=0.6)), None)
+
+
+def _unknown(look: Look, here: tuple[str, ...], meant: Mapping[str, str | None], *, strict: bool) -> Raw:
     *above, name = here
-    close = difflib.get_close_matches(name, names, 1, cutoff=0.6)
-    if here == _THREADS:
-        close = ["intra_op_parallelism"]
     problem = f"{name} is no key of {'.'.join(above)}"
-    elsewhere = "" if close else _top_level(name) or _elsewhere(name, "")
-    problem += f", did you mean {close[0]}?" if close else elsewhere
     consequence = "DeepSpeed refuses the whole file" if strict else "DeepSpeed ignores it without a word"
-    listed = f"dstool explain {'.'.join(above)} lists the names"
-    mend = "move it where it is read, or delete it" if elsewhere else f"delete it; {listed}"
-    mend = f"call it {close[0]}, or delete it" if close else mend
+    elsewhere = _top_level(name) or _elsewhere(name, "")
+    if meant[name]:
+        problem, mend = f"{problem}, did you mean {meant[name]}?", renamed(look, here, meant)
+    elif elsewhere:
+        problem, mend = problem + elsewhere, "move it where it is read, or delete it"
+    else:
+        mend = f"delete it; dstool explain {'.'.join(above)} lists the names"
     return Raw("unknown-key", here, problem, consequence, mend, (), "error" if strict else "warning")
 
 

@@ -9,13 +9,13 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from dstool.ds_config import keys, read
 from dstool.ds_config.build import AUTO
-from dstool.ds_config.looks import Look, Machine, Raw, Rule, add, count, first, replace, show
+from dstool.ds_config.looks import Look, Machine, Raw, Rule, add, count, first, renamed, replace, show
 from dstool.ds_config.source import Edit
 from dstool.errors import ConfigError
 
@@ -344,33 +344,46 @@ def optimizer_params(look: Look) -> Iterator[Raw]:
     takes = tables.offloaded if look.offloads else tables.takes
     if params.get("torch_adam") is True and known[name.lower()] in ("Adam", "AdamW"):
         takes = takes | _TORCH_ADAM
-    for given in [given for given in params if given not in takes]:
+    meant = _meant(params, takes, _ALIASES)
+    for given in meant:
         path = ("optimizer", "params", given)
         told = "DeepSpeed stops after the model has loaded: unexpected keyword argument"
         if given == "max_grad_norm":
             words, mend = "max_grad_norm is no parameter of an optimizer", "use gradient_clipping"
             yield Raw("optimizer-param", path, words, told, mend)
             continue
-        alias = _ALIASES.get(given)
         where = " off the device" if look.offloads and given in tables.takes else ""
         words = f"{known[name.lower()]}{where} takes no {given}"
-        yield _wrong_param(look, Raw("optimizer-param", path, words, told, "delete it"), takes, alias)
+        yield _wrong_param(look, Raw("optimizer-param", path, words, told, ""), meant, _ALIASES)
 
 
-def _wrong_param(look: Look, raw: Raw, takes: frozenset[str], alias: str | None) -> Raw:
-    """A parameter that is not taken, renamed where its name can only mean one that is."""
+def _meant(
+    params: Mapping[str, Any], takes: frozenset[str], aliases: Mapping[str, str]
+) -> dict[str, str | None]:
+    """The parameters that are not taken, each with the one that it comes near to."""
+    meant = {}
+    for given in [given for given in params if given not in takes]:
+        close = difflib.get_close_matches(given, sorted(takes), 1, cutoff=0.7)
+        alias = aliases.get(given)
+        meant[given] = alias if alias in takes else (close[0] if close else None)
+    return meant
+
+
+def _wrong_param(look: Look, raw: Raw, meant: Mapping[str, str | None], aliases: Mapping[str, str]) -> Raw:
+    """A parameter that is not taken, renamed where its name can only mean one that is, and free."""
     *block, given = raw.at
-    close = difflib.get_close_matches(given, sorted(takes), 1, cutoff=0.7)
-    meant = alias if alias in takes else (close[0] if close else None)
-    if meant is None:
-        return raw
-    problem = f"{raw.problem}, did you mean {meant}?"
-    if meant == "betas":
+    name, mend = meant[given], renamed(look, raw.at, meant)
+    if name is None:
+        return dataclasses.replace(raw, mend=mend)
+    problem = f"{raw.problem}, did you mean {name}?"
+    free = not look.has(*block, name)
+    if name == "betas" and free:
         return dataclasses.replace(raw, problem=problem, mend='write "betas": [0.9, 0.999]')
     edits: tuple[Edit, ...] = ()
-    if meant == alias and not look.has(*block, meant) and raw.at in look.source.places:
-        edits = (look.source.renaming(raw.at, meant),)
-    return dataclasses.replace(raw, problem=problem, mend=f"call it {meant}", edits=edits)
+    alone = list(meant.values()).count(name) == 1
+    if name == aliases.get(given) and free and alone and raw.at in look.source.places:
+        edits = (look.source.renaming(raw.at, name),)
+    return dataclasses.replace(raw, problem=problem, mend=mend, edits=edits)
 
 
 # --- the scheduler -----------------------------------------------------------------------------------------
@@ -460,11 +473,10 @@ def scheduler_params(look: Look) -> Iterator[Raw]:
         return
     table, given = keys.schedulers()[name], params if isinstance(params, dict) else {}
     told = "DeepSpeed stops after the model has loaded"
-    for each in [each for each in given if each not in table.takes]:
-        path = ("scheduler", "params", each)
-        alias = _SCHEDULER_ALIASES.get(each)
-        raw = Raw("scheduler-param", path, f"{name} takes no {each}", told, "delete it")
-        yield _wrong_param(look, raw, table.takes, alias)
+    meant = _meant(given, table.takes, _SCHEDULER_ALIASES)
+    for each in meant:
+        raw = Raw("scheduler-param", ("scheduler", "params", each), f"{name} takes no {each}", told, "")
+        yield _wrong_param(look, raw, meant, _SCHEDULER_ALIASES)
     for each in sorted(each for each in table.needs if given.get(each) is None):
         block = ("scheduler", "params") if isinstance(params, dict) else ("scheduler",)
         fills = keys.keys()[f"scheduler.params.{each}"].auto == "trainer"

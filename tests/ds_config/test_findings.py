@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from common import AUTO, OWN
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -17,13 +18,6 @@ from dstool.ds_config.looks import Circumstances, Machine
 from dstool.ds_config.options import Options
 from dstool.errors import ConfigError
 
-AUTO = "auto"
-OWN = {
-    "train_batch_size": AUTO,
-    "train_micro_batch_size_per_gpu": AUTO,
-    "gradient_accumulation_steps": AUTO,
-    "gradient_clipping": AUTO,
-}
 GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
 NOWHERE = Circumstances()
 

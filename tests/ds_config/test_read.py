@@ -492,11 +492,10 @@ def test_c13_the_triple_is_valid_for_any_world_size(total):
 
 
 def test_c13_agreeing_auto_and_absent_pass():
-    fit_batch({"train_batch_size": "auto"}, 3, {})
-    fit_batch({}, 3, {})
-    fit_batch(
-        {"train_batch_size": 48}, 3, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
-    )
+    agreeing = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
+    assert fit_batch({"train_batch_size": 48}, 3, agreeing) == agreeing
+    for absent in ({"train_batch_size": "auto"}, {}):
+        assert fit_batch(absent, 3, {}) == {}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from common import AUTO, OWN
 
 from dstool.ds_config import source
 from dstool.ds_config.check import check, fix
@@ -11,18 +12,11 @@ from dstool.ds_config.looks import Circumstances
 from dstool.ds_config.options import Options, refuse
 from dstool.errors import ConfigError
 
-AUTO = "auto"
-OWN = {
-    "train_batch_size": AUTO,
-    "train_micro_batch_size_per_gpu": AUTO,
-    "gradient_accumulation_steps": AUTO,
-    "gradient_clipping": AUTO,
-    "zero_optimization": {"stage": 2},
-}
+FINE = {**OWN, "zero_optimization": {"stage": 2}}
 
 
 def found(**keys):
-    return check(source.parse(json.dumps({**OWN, **keys}, indent=2)), Circumstances())
+    return check(source.parse(json.dumps({**FINE, **keys}, indent=2)), Circumstances())
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -81,7 +75,7 @@ def test_auto_is_not_said_to_be_left_out_where_it_stands():
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_fix_keeps_the_line_ends(end):
-    text = json.dumps({**OWN, "gradient_clipping": None, "zero_optimization": {}}, indent=2)
+    text = json.dumps({**FINE, "gradient_clipping": None, "zero_optimization": {}}, indent=2)
     mended = fix(text.replace("\n", end), Circumstances()).text
     assert mended.count(end) == mended.count("\n") > 0
     assert mended.count("\r") == (mended.count("\n") if end == "\r\n" else 0)
@@ -90,3 +84,27 @@ def test_fix_keeps_the_line_ends(end):
 def test_an_old_name_with_auto_is_one_finding():
     (one,) = found(bfloat16={"enabled": AUTO})
     assert (one.rule, one.path) == ("old-name", "bfloat16")
+
+
+def mends(**keys):
+    return [each.mend for each in found(**keys) if each.rule in ("unknown-key", "scheduler-param")]
+
+
+def test_a_misspelt_key_whose_right_name_is_taken_is_to_be_deleted():
+    delete = "delete it, as stage is there too"
+    assert mends(zero_optimization={"stage": 2, "stagee": 3, "stge": 1}) == [delete, delete]
+    assert mends(gradient_clip=1.0) == ["delete it, as gradient_clipping is there too"]
+
+
+def test_of_two_misspelt_keys_one_is_to_be_kept():
+    keep = "keep one of stagee, stge under the name stage, and delete the rest"
+    assert mends(zero_optimization={"stagee": 3, "stge": 1}) == [keep, keep]
+    assert mends(zero_optimization={"stagee": 3}) == ["call it stage, or delete it"]
+
+
+def test_no_mend_is_promised_for_two_keys_of_one_name():
+    block = {"type": "WarmupLR", "params": {"warmup_steps": 1, "num_warmup_steps": 2}}
+    first, second = found(scheduler=block)
+    keep = "keep one of warmup_steps, num_warmup_steps under the name warmup_num_steps, and delete the rest"
+    assert (first.mend, second.mend) == (keep, keep)
+    assert (first.edit, second.edit) == ((), ())
