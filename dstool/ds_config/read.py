@@ -470,6 +470,8 @@ def _fill_missing(work: _Work) -> None:
     blocks: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [("", work.ds, _TRAINERS_OWN)]
     for name, own in filled_params(work.ds).items():
         blocks.append((f"{name}.params.", work.ds[name].setdefault("params", {}), own))
+    if isinstance(work.ds.get("scheduler"), dict):
+        work.ds["scheduler"].setdefault("params", {})  # which runtime/engine.py unpacks unseen
     filled = []
     for prefix, block, keys in blocks:
         missing = [key for key in keys if block.get(key) is None]

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -398,23 +398,24 @@ _TRAINERS: Final = MappingProxyType(
         "inverse_sqrt": None,
     }
 )
-_TORCH_SCHEDULERS: Final = frozenset(
-    (
-        "ConstantLR",
-        "CosineAnnealingLR",
-        "CosineAnnealingWarmRestarts",
-        "CyclicLR",
-        "ExponentialLR",
-        "LambdaLR",
-        "LinearLR",
-        "MultiStepLR",
-        "MultiplicativeLR",
-        "OneCycleLR",
-        "PolynomialLR",
-        "ReduceLROnPlateau",
-        "SequentialLR",
-        "StepLR",
-    )
+# Those of torch, with what each cannot do without (torch 2.13, torch/optim/lr_scheduler.py).
+_TORCH_SCHEDULERS: Final = MappingProxyType(
+    {
+        "ConstantLR": (),
+        "CosineAnnealingLR": ("T_max",),
+        "CosineAnnealingWarmRestarts": ("T_0",),
+        "CyclicLR": ("base_lr", "max_lr"),
+        "ExponentialLR": ("gamma",),
+        "LambdaLR": ("lr_lambda",),
+        "LinearLR": (),
+        "MultiStepLR": ("milestones",),
+        "MultiplicativeLR": ("lr_lambda",),
+        "OneCycleLR": ("max_lr",),
+        "PolynomialLR": (),
+        "ReduceLROnPlateau": (),
+        "SequentialLR": ("schedulers", "milestones"),
+        "StepLR": ("step_size",),
+    }
 )
 _SCHEDULER_ALIASES: Final = MappingProxyType(
     {
@@ -438,12 +439,8 @@ def scheduler(look: Look) -> Iterator[Raw]:
         yield Raw("no-type", ("scheduler",), "the scheduler has no type", told, 'add "type": "WarmupLR"')
     elif not isinstance(name, str) or name in keys.schedulers():
         return
-    elif name in _TORCH_SCHEDULERS and look.stage == 0 and not _is_half(look):
-        return  # the optimizer is torch's own there, which torch's schedulers take
     elif name in _TORCH_SCHEDULERS:
-        words = f"{name} is a scheduler of torch, which DeepSpeed cannot build above stage 0 or in 16 bits"
-        mend = "delete the scheduler block and set train.lr_scheduler_type in the run file"
-        yield Raw("scheduler", path, words, told, mend)
+        yield from _of_torch(look, name)
     elif name in _TRAINERS:
         words = f"{name} is a scheduler of Trainer, not of DeepSpeed"
         mend = f"delete the block and set train.lr_scheduler_type {name}"
@@ -459,6 +456,30 @@ def scheduler(look: Look) -> Iterator[Raw]:
         yield Raw("scheduler", path, words, told, mend, edits)
 
 
+def _of_torch(look: Look, name: str) -> Iterator[Raw]:
+    """Where a scheduler of torch cannot be built: on an optimizer of DeepSpeed's, and by JSON alone.
+
+    The sources are runtime/engine.py `_do_optimizer_sanity_check` and `_take_model_step`.
+    """
+    told, needs = _ASSERTS, _TORCH_SCHEDULERS[name]
+    mend = "delete the scheduler block and set train.lr_scheduler_type in the run file"
+    if look.stage != 0 or _is_half(look):
+        words = f"{name} is a scheduler of torch, which DeepSpeed cannot build above stage 0 or in 16 bits"
+    elif {"lr_lambda", "schedulers"} & set(needs):
+        words = f"{name} takes what only Python can write"
+    elif name == "ReduceLROnPlateau":
+        words = f"DeepSpeed gives {name} the batch size for a loss"
+        told = "the learning rate falls to nothing"
+    else:
+        yield from _no_params(look, name, needs)
+        params = look.get("scheduler", "params")
+        block = ("scheduler", "params") if isinstance(params, dict) else ("scheduler",)
+        for each in [each for each in needs if look.get("scheduler", "params", each) is None]:
+            yield Raw("scheduler-needs", block, f"{name} needs {each}", told, f'add "{each}"')
+        return
+    yield Raw("scheduler", ("scheduler", "type"), words, told, mend)
+
+
 def _is_half(look: Look) -> bool:
     """Whether fp16 or bf16 is on, by the JSON or by the run file where that is asked."""
     train = look.around.train or {}
@@ -471,6 +492,7 @@ def scheduler_params(look: Look) -> Iterator[Raw]:
     name, params = look.get("scheduler", "type"), look.get("scheduler", "params")
     if not isinstance(name, str) or name not in keys.schedulers():
         return
+    yield from _no_params(look, name, keys.schedulers()[name].needs)
     table, given = keys.schedulers()[name], params if isinstance(params, dict) else {}
     told = "DeepSpeed stops after the model has loaded"
     meant = _meant(given, table.takes, _SCHEDULER_ALIASES)
@@ -485,6 +507,13 @@ def scheduler_params(look: Look) -> Iterator[Raw]:
         edits = _filled(look, each) if fills else ()
         mend = f'add "{each}": {chr(34) + AUTO + chr(34) if fills else "a number"}'
         yield Raw("scheduler-needs", block, f"{name} needs {each}", told, mend, edits)
+
+
+def _no_params(look: Look, name: str, needs: Collection[str]) -> Iterator[Raw]:
+    """A scheduler without the block of its parameters, which DeepSpeed unpacks unseen (runtime/engine.py)."""
+    if not needs and not look.has("scheduler", "params"):
+        words, edits = f"{name} needs params, which may be empty", add(look, ("scheduler",), params={})
+        yield Raw("scheduler-needs", ("scheduler",), words, _ASSERTS, 'add "params": {}', edits)
 
 
 def _filled(look: Look, name: str) -> tuple[Edit, ...]:

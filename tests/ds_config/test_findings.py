@@ -1,6 +1,7 @@
 """What the check finds in faulty files, what it mends, and that it finds nothing in what `build` writes."""
 
 import dataclasses
+import inspect
 import itertools
 import json
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from common import AUTO, OWN
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dstool.ds_config import keys, source
+from dstool.ds_config import keys, run_rules, source
 from dstool.ds_config.build import build, dumps
 from dstool.ds_config.check import check, fix, refusal
 from dstool.ds_config.looks import Circumstances, Machine
@@ -900,7 +901,7 @@ OPTIMIZERS = [
     ),
     case(
         "warmuplr in small letters",
-        text_of(scheduler={"type": "warmuplr"}),
+        text_of(scheduler={"type": "warmuplr", "params": {}}),
         "scheduler",
         "scheduler.type",
         "WarmupLR",
@@ -923,6 +924,38 @@ OPTIMIZERS = [
         "scheduler",
         "needs total_num_steps",
         mended={"scheduler.params": {"total_num_steps": AUTO}},
+    ),
+    *(
+        case(
+            f"{name} without params",
+            text_of(scheduler={"type": name}),
+            "scheduler-needs",
+            "scheduler",
+            "needs params",
+            mended={"scheduler.params": {}},
+        )
+        for name in ("WarmupLR", "LRRangeTest")
+    ),
+    case(
+        "ConstantLR without params",
+        text_of(0, scheduler={"type": "ConstantLR"}),
+        "scheduler-needs",
+        "scheduler",
+        mended={"scheduler.params": {}},
+    ),
+    *(
+        case(
+            f"{name} at stage 0",
+            text_of(0, scheduler={"type": name, "params": params}),
+            rule,
+            path,
+            said,
+        )
+        for name, params, rule, path, said in (
+            ("CosineAnnealingLR", {"eta_min": 0.1}, "scheduler-needs", "scheduler.params", "needs T_max"),
+            ("LambdaLR", {"lr_lambda": "x"}, "scheduler", "scheduler.type", "only Python can write"),
+            ("ReduceLROnPlateau", {}, "scheduler", "scheduler.type", "the batch size for a loss"),
+        )
     ),
     case(
         "OneCycle without its top",
@@ -1539,6 +1572,27 @@ def test_the_old_form_of_zero_is_what_a_trainer_cannot_read(on):
     with pytest.raises(AttributeError):
         HfDeepSpeedConfig({ZERO: on})
     assert "bool" not in keys.keys()[ZERO].types
+
+
+def test_a_scheduler_of_torch_needs_what_torch_says():
+    from torch.optim import lr_scheduler
+
+    for name, needs in run_rules._TORCH_SCHEDULERS.items():
+        taken = inspect.signature(getattr(lr_scheduler, name)).parameters.values()
+        assert {each.name for each in taken if each.default is each.empty} == {"optimizer", *needs}
+
+
+def test_a_scheduler_of_torch_is_built_on_an_optimizer_of_torch_alone():
+    """Against DeepSpeed itself: its optimizers in 16 bits, and those of ZeRO, are none of torch's."""
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+    from torch.optim.lr_scheduler import ConstantLR
+
+    for cls in (FP16_Optimizer, FP16_UnfusedOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
+        with pytest.raises(TypeError, match="is not an Optimizer"):
+            ConstantLR(cls.__new__(cls))
 
 
 def test_a_batch_that_fits_is_fine():
