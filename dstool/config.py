@@ -412,6 +412,8 @@ def _problem(path: tuple[str, ...], item: Any, file: str, sources: Mapping[str, 
     line = f" (line {given.rpartition(':')[2]})" if place != given else ""
     if item["type"] in {"extra_forbidden", "invalid_key"}:
         return f"{place}: {key}: unknown key{_suggestion(path)}{line}"
+    if key == "deepspeed" and item["loc"][-1] == "[key]":
+        return f"{place}: {key}: the key {item['input']!r} is no text, as JSON needs it{line}"
     if key == "deepspeed":
         return f"{place}: {key}: should be the path of a JSON file or a mapping, not {item['input']!r}{line}"
     if item["type"] in {"model_type", "dict_type", "model_attributes_type"}:

@@ -532,3 +532,8 @@ def test_a_folder_with_a_run_file_in_it_says_how_to_name_that():
     write("infer:\n  seed: 7\n", "a run/dstool.yaml")
     assert refusal(path="a run").hint == "--config 'a run/dstool.yaml'"
     assert load("a run/dstool.yaml").config.infer.seed == 7
+
+
+def test_a_key_of_the_json_that_is_no_text_is_named():
+    error = refusal("deepspeed:\n  zero_optimization: {stage: 2}\n  1: 2\n")
+    assert "deepspeed: the key 1 is no text, as JSON needs it" in error.message

@@ -50,7 +50,10 @@ def check(text: Source, around: Circumstances) -> tuple[Finding, ...]:
     found = [_of_fault(text, fault, around.file) for fault in text.faults]
     if text.whole and isinstance(text.value, dict):
         look = Look(text.value, text, around)
+        # What is no number has no value that the rules could speak of.
+        spoilt = {each.path for each in found if each.rule == "not-a-number"}
         raws = [raw for rule in (*rules.RULES, *run_rules.RULES) for raw in rule(look)]
+        raws = [raw for raw in raws if ".".join(raw.at) not in spoilt]
         found += [_of_raw(text, raw) for raw in _told_once(raws)]
         if not all(fault.edits for fault in text.faults):
             # The rest is mended in a text that is JSON, and this one does not become it by itself.

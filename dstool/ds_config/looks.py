@@ -88,7 +88,7 @@ class Look:
         value = self.get("zero_optimization", "stage")
         if value is None or value == AUTO:
             return 0 if value is None else 2
-        return value if type(value) is int and value in (0, 1, 2, 3) else None
+        return int(value) if type(value) in (int, float) and value in (0, 1, 2, 3) else None
 
     @property
     def offloads(self) -> bool:
@@ -127,12 +127,6 @@ def add(look: Look, block: tuple[str, ...], **values: Any) -> tuple[Edit, ...]:
     """The edits that add `values` to the object at `block`."""
     texts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
     return (look.source.addition(block, *texts),) if texts and block in look.source.places else ()
-
-
-def show(value: Any) -> str:
-    """`value` as JSON has it, cut where it is long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def first(*given: Any) -> Any:

@@ -384,8 +384,10 @@ def misnames_stage(ds: Mapping[str, Any]) -> bool:
     return any(difflib.get_close_matches(name, meant, 1, cutoff=0.66) for name in names)
 
 
-def _show(value: Any) -> str:
-    return json.dumps(value, default=str)
+def show(value: Any) -> str:
+    """`value` as JSON has it, cut where it is long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _check_shapes(work: _Work) -> None:
@@ -397,7 +399,7 @@ def _check_shapes(work: _Work) -> None:
             continue
         value = holder.pop(name)
         if value is not None:
-            work.wrong("wrong-type", path, f"{path} is {_show(value)}, an object {{ ... }} is expected")
+            work.wrong("wrong-type", path, f"{path} is {show(value)}, an object {{ ... }} is expected")
 
 
 def _check_names(work: _Work) -> None:
@@ -438,7 +440,7 @@ def _settle_zero(work: _Work) -> None:
         work.notes.append('zero_optimization.stage "auto" means stage 2')
     elif isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         zero["stage"] = 3  # again, so that one mistake is one problem
-        words = f"zero_optimization.stage is {_show(stage)}, it must be 0, 1, 2 or 3"
+        words = f"zero_optimization.stage is {show(stage)}, it must be 0, 1, 2 or 3"
         work.wrong("wrong-value", "zero_optimization.stage", words)
     if "aio" in zero:
         work.ds["aio"] = {**zero.pop("aio"), **work.ds.get("aio", {})}
@@ -500,15 +502,16 @@ def filled_params(ds: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 def _check_types(work: _Work) -> None:
     """Literals of the wrong kind, such as "true" in quotes or a warm-up of 0 steps, which 0.19.6 refuses."""
     betas = work.get("optimizer.params.betas")
-    if betas not in (None, AUTO) and not (isinstance(betas, list) and len(betas) == 2):
-        words = f'optimizer.params.betas is {_show(betas)}, two numbers or "auto" are expected'
+    pair = isinstance(betas, list) and len(betas) == 2 and None not in betas and AUTO not in betas
+    if betas not in (None, AUTO) and not pair:
+        words = f'optimizer.params.betas is {show(betas)}, two numbers or "auto" are expected'
         work.wrong("wrong-type", "optimizer.params.betas", words)
         del work.ds["optimizer"]["params"]["betas"]
     kinds: dict[str, _Kind] = {"train_batch_size": "count", **{pair.key: pair.kind for pair in _PAIRS}}
     for key, kind in kinds.items():
         value = work.get(key)
         if value not in (None, AUTO) and not _is(kind, value):
-            words = f'{key} is {_show(value)}, {_EXPECTED[kind]} or "auto" is expected'
+            words = f'{key} is {show(value)}, {_EXPECTED[kind]} or "auto" is expected'
             work.wrong("wrong-type", key, words)
 
 
@@ -529,13 +532,13 @@ def _match_pairs(work: _Work) -> None:
         if given is None:
             work.train[pair.field] = literal
             source[pair.field] = pair.key
-            work.notes.append(f"train.{pair.field} is {_show(literal)}, from {pair.key} in {work.json_name}")
+            work.notes.append(f"train.{pair.field} is {show(literal)}, from {pair.key} in {work.json_name}")
         elif not _agree(pair, literal, given):
             key = pair.key.removesuffix(".0").removesuffix(".1")
-            other = f"train.{pair.field} {_show(given)} in the run file"
+            other = f"train.{pair.field} {show(given)} in the run file"
             if pair.field in source:
-                other = f"{source[pair.field]}, which means the same, {_show(given)}"
-            found = f"{pair.key} is {_show(literal)} in the JSON and {other}"
+                other = f"{source[pair.field]}, which means the same, {show(given)}"
+            found = f"{pair.key} is {show(literal)} in the JSON and {other}"
             work.mismatches[key] = f"{work.mismatches[key]}; {found}" if key in work.mismatches else found
     _match_total_steps(work)
 
@@ -560,10 +563,10 @@ def _match_total_steps(work: _Work) -> None:
     if total in (None, AUTO):
         return
     if not isinstance(steps, int) or steps <= 0:
-        work.notes.append(f'{key} is {_show(total)} and must equal the steps of the run; "auto" always does')
+        work.notes.append(f'{key} is {show(total)} and must equal the steps of the run; "auto" always does')
     elif total != steps:
         work.mismatches[key] = (
-            f"{key} is {_show(total)} in the JSON and train.max_steps {steps} in the run file"
+            f"{key} is {show(total)} in the JSON and train.max_steps {steps} in the run file"
         )
 
 

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from dstool.ds_config import keys, read
 from dstool.ds_config.build import AUTO
-from dstool.ds_config.looks import Look, Raw, Rule, add, delete, renamed, replace, show
+from dstool.ds_config.looks import Look, Raw, Rule, add, delete, renamed, replace
+from dstool.ds_config.read import show
 from dstool.ds_config.source import Edit
 
 # --- what `reconcile` refuses ------------------------------------------------------------------------------
@@ -56,6 +57,9 @@ def refused(look: Look) -> Iterator[Raw]:
         elif each.rule == "unknown-key":
             problem = problem + _elsewhere(each.path[-1], problem)
             mend = renamed(look, each.path, meant) if each.meant else mend
+            if inside := keys.keys().get(dotted):
+                problem = f"{dotted} is a path, and no key"
+                mend = f"write {inside.name} into the block {inside.block}"
         elif each.rule == "wrong-value":
             edits = _plain_value(look, each.path, keys.keys().get(dotted))
         yield Raw(each.rule, each.path, problem, consequence, mend, edits)
@@ -437,12 +441,12 @@ def impossible(look: Look) -> Iterator[Raw]:
     }
     for path, words in numbers.items():
         value = look.get(*path)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
+        if _fits("float", value) and value < 0:
             dotted = ".".join(path)
             told = "the run diverges or stops at its first step"
             yield Raw("wrong-value", path, f"{dotted} is {show(value)}, {words}", told, "write 0 or more")
     betas = look.get("optimizer", "params", "betas")
-    if isinstance(betas, list) and any(isinstance(each, int | float) and not 0 <= each < 1 for each in betas):
+    if isinstance(betas, list) and any(_fits("float", each) and not 0 <= each < 1 for each in betas):
         words = f"optimizer.params.betas is {show(betas)}, each must be from 0 to below 1"
         mend = 'write "betas": [0.9, 0.999], or "auto"'
         yield Raw("wrong-value", ("optimizer", "params", "betas"), words, "the optimizer refuses them", mend)

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from dstool.ds_config import keys, read
 from dstool.ds_config.build import AUTO
-from dstool.ds_config.looks import Look, Machine, Raw, Rule, add, count, first, renamed, replace, show
+from dstool.ds_config.looks import Look, Machine, Raw, Rule, add, count, first, renamed, replace
+from dstool.ds_config.read import show
 from dstool.ds_config.source import Edit
 from dstool.errors import ConfigError
 
@@ -155,7 +156,7 @@ def batch(look: Look) -> Iterator[Raw]:
     told = "DeepSpeed stops after the model has loaded"
     mend = f'set {_TOTAL} to "auto"'
     ranks = look.around.world_size
-    if ranks is not None:
+    if ranks is not None and ranks > 0:
         try:
             read.fit_batch({_TOTAL: total, _MICRO: micro, _STEPS: steps}, ranks, {})
         except ConfigError as error:

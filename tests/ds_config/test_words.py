@@ -108,3 +108,47 @@ def test_no_mend_is_promised_for_two_keys_of_one_name():
     keep = "keep one of warmup_steps, num_warmup_steps under the name warmup_num_steps, and delete the rest"
     assert (first.mend, second.mend) == (keep, keep)
     assert (first.edit, second.edit) == ((), ())
+
+
+def test_a_long_value_is_cut():
+    (finding,) = found(zero_optimization={"stage": 10**400})
+    assert len(finding.problem) < 150
+
+
+@pytest.mark.parametrize("betas", [[None, 0.9], ["auto", 0.9], [0.9]])
+def test_two_numbers_are_not_only_two_of_something(betas):
+    (finding,) = found(optimizer={"type": "AdamW", "params": {"lr": AUTO, "betas": betas}})
+    assert finding.problem.endswith('two numbers or "auto" are expected')
+
+
+def test_true_is_no_number_whatever_its_size():
+    told = found(optimizer={"type": "AdamW", "params": {"lr": AUTO, "betas": [True, 0.9]}})
+    assert [each.rule for each in told] == ["wrong-type"]
+
+
+def test_what_is_no_number_is_not_called_null():
+    text = json.dumps({**FINE, "zero_optimization": {"stage": 2, "reduce_bucket_size": math.inf}})
+    assert [each.rule for each in check(source.parse(text), Circumstances())] == ["not-a-number"]
+
+
+def test_a_path_in_the_place_of_a_key_is_to_be_written_as_a_block():
+    told = found(**{"fp16.enabled": True, "optimizer.params.lr": 1.0})
+    assert [each.mend for each in told] == [
+        "write enabled into the block fp16",
+        "write lr into the block optimizer.params",
+    ]
+
+
+def test_a_stage_with_a_point_is_that_stage():
+    """DeepSpeed takes it (pydantic turns 2.0 into the member of the enumeration)."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 2.0}}
+    assert DeepSpeedConfig(config).zero_config.stage == 2
+    (finding,) = found(zero_optimization={"stage": 2.0, "stage3_max_live_parameters": 1})
+    assert finding.problem.endswith("the stage is 2")
+
+
+def test_no_ranks_are_like_an_unknown_number_of_them():
+    text = json.dumps({**FINE, "train_batch_size": 8})
+    assert not check(source.parse(text), Circumstances(world_size=0))
