@@ -113,6 +113,11 @@ def renamed(look: Look, path: tuple[str, ...], meant: Mapping[str, str | None]) 
     return f"call it {name}, or delete it"
 
 
+def put(look: Look, path: tuple[str, ...], value: str) -> str:
+    """The mend that gives the key at `path` a value; one that is there, such as null, is not added again."""
+    return f'{"set" if look.has(*path) else "add"} "{path[-1]}": {value}'
+
+
 def delete(look: Look, path: tuple[str, ...]) -> tuple[Edit, ...]:
     """The edits that take the entry at `path` out."""
     return (look.source.deletion(path),) if path in look.source.places else ()

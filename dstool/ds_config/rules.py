@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from dstool.ds_config import keys, read
 from dstool.ds_config.build import AUTO
-from dstool.ds_config.looks import Look, Raw, Rule, add, delete, renamed, replace
+from dstool.ds_config.looks import Look, Raw, Rule, add, delete, put, renamed, replace
 from dstool.ds_config.read import show
 from dstool.ds_config.source import Edit
 
@@ -31,7 +31,7 @@ _REFUSED: Final = MappingProxyType(
             "DeepSpeed accepts it and offloads nothing",
             "raise the stage, or delete the block",
         ),
-        "nvme-without-path": ("DeepSpeed stops when it first writes there", 'add "nvme_path": "/local_nvme"'),
+        "nvme-without-path": ("DeepSpeed stops when it first writes there", ""),
         "both-precisions": ("DeepSpeed stops after the model has loaded", 'set one of the two to "auto"'),
         "silent-winner": ("the run file's choice has no effect", "delete one of the two"),
         "mismatch": ("Trainer refuses the pair after the model has loaded", 'set it to "auto" in the JSON'),
@@ -50,6 +50,8 @@ def refused(look: Look) -> Iterator[Raw]:
         if each.rule == "removed-key":
             mend = f"delete it: {keys.removed().get(dotted, 'nothing replaces it')}"
             edits = delete(look, each.path) if _is_off(look.get(*each.path)) else ()
+        elif each.rule == "nvme-without-path":
+            mend = put(look, (*each.path[:-1], "nvme_path"), '"/local_nvme"')
         elif each.path == (_ZERO,) and isinstance(look.get(_ZERO), bool):
             consequence, mend, edits = _old_zero(look)
         elif each.rule == "wrong-type":
@@ -216,8 +218,8 @@ def _renewed(look: Look, old: tuple[str, ...], new: tuple[str, ...]) -> tuple[Ed
         return (look.source.renaming(old, new[-1]),)
     if value is False or value is None:
         return delete(look, old)
-    if value is not True:
-        return ()
+    if value is not True or (look.stage or 0) < (3 if old[-1] == "cpu_offload_param" else 1):
+        return ()  # where nothing is offloaded, its new name would be refused
     return (look.source.renaming(old, new[-1]), *replace(look, old, {"device": "cpu"}))
 
 
@@ -605,14 +607,12 @@ _GATHER: Final = (
 def gather(look: Look) -> Iterator[Raw]:
     """Stage 3 without gathering: what Trainer saves is no model."""
     zero = ("zero_optimization",)
-    if look.stage == 3 and all(look.get(*zero, name) in (None, AUTO) for name in _GATHER):
+    values = [look.get(*zero, name) for name in _GATHER if look.has(*zero, name)]
+    if look.stage == 3 and all(value == AUTO for value in values):  # of null `values` tells
         path = (*zero, _GATHER[0]) if look.has(*zero, _GATHER[0]) else zero
         told = "a Trainer saves no weights at the end, only the shards (dstool train sets it to true)"
-        mend = f'add "{_GATHER[0]}": true'
-        unfilled = AUTO in (look.get(*zero, name) for name in _GATHER)
-        state = '"auto", which counts as left out' if unfilled else "left out"
-        words = f"{_GATHER[0]} is {state}"
-        mend = f'set "{_GATHER[0]}": true' if unfilled else mend
+        state = '"auto", which counts as left out' if values else "left out"
+        words, mend = f"{_GATHER[0]} is {state}", put(look, (*zero, _GATHER[0]), "true")
         yield Raw("not-gathered", path, words, told, mend, (), "warning")
 
 

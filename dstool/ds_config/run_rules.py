@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from dstool.ds_config import keys, read
 from dstool.ds_config.build import AUTO
-from dstool.ds_config.looks import Look, Machine, Raw, Rule, add, count, first, renamed, replace
+from dstool.ds_config.looks import Look, Machine, Raw, Rule, add, count, first, put, renamed, replace
 from dstool.ds_config.read import show
 from dstool.ds_config.source import Edit
 from dstool.errors import ConfigError
@@ -140,7 +140,8 @@ def _left_out(look: Look, words: str, told: str, *names: str) -> Raw:
     edits = add(look, (), **dict.fromkeys(missing, AUTO))
     for name in names:
         edits += replace(look, (name,), AUTO) if look.has(name) and look.get(name) is None else ()
-    mend = "add " + ", ".join(f'"{name}": "auto"' for name in names)
+    mend = ", ".join(put(look, (name,), '"auto"') for name in names)
+    mend = mend.replace(', add "', ', "')
     return Raw("left-out", (), words, told, mend, edits, "warning")
 
 
@@ -217,7 +218,7 @@ def optimizer(look: Look) -> Iterator[Raw]:
     name = block.get("type")
     told = "DeepSpeed stops after the model has loaded"
     if name is None:
-        yield Raw("no-type", ("optimizer",), "the optimizer has no type", told, 'add "type": "AdamW"')
+        yield Raw("no-type", ("optimizer",), "the optimizer has no type", told, put(look, _TYPE, '"AdamW"'))
     elif not isinstance(name, str) or name.lower() in _OWN:
         return
     elif name in _CANNOT:
@@ -281,7 +282,7 @@ def replaced(look: Look) -> Iterator[Raw]:
     path = ("zero_optimization", "offload_optimizer", "device")
     words = f"with the optimizer off the device, Adam silently takes the place of train.optim {optim}"
     told = "the run trains with another optimizer than it says"
-    yield Raw("contradiction", path, words, told, 'add "zero_force_ds_cpu_optimizer": false')
+    yield Raw("contradiction", path, words, told, put(look, ("zero_force_ds_cpu_optimizer",), "false"))
 
 
 def lamb(look: Look) -> Iterator[Raw]:
@@ -316,7 +317,8 @@ def amsgrad(look: Look) -> Iterator[Raw]:
     if look.get(*path) is not True or name.lower() not in ("adam", "adamw", "lamb"):
         return
     if name.lower() == "lamb" or not of_torch:
-        mend = "delete it" if name.lower() == "lamb" else 'delete it, or add "torch_adam": true'
+        of_torch_instead = put(look, ("optimizer", "params", "torch_adam"), "true")
+        mend = "delete it" if name.lower() == "lamb" else f"delete it, or {of_torch_instead}"
         words = f"{name} of DeepSpeed does not support amsgrad"
         yield Raw("optimizer-param", path, words, "DeepSpeed stops after the model has loaded", mend)
 
@@ -327,7 +329,7 @@ def untested(look: Look) -> Iterator[Raw]:
     asks = isinstance(name, str) and (name in _TORCH or name.lower() == "lamb")
     if asks and look.stage in (1, 2, 3) and look.get("zero_allow_untested_optimizer") is not True:
         words = f"{name} is untested with ZeRO, which has to be allowed"
-        mend = 'add "zero_allow_untested_optimizer": true'
+        mend = put(look, ("zero_allow_untested_optimizer",), "true")
         yield Raw("untested-optimizer", _TYPE, words, "DeepSpeed stops after the model has loaded", mend)
 
 
@@ -437,7 +439,7 @@ def scheduler(look: Look) -> Iterator[Raw]:
     name, path = block.get("type"), ("scheduler", "type")
     told = "DeepSpeed stops after the model has loaded"
     if name is None:
-        yield Raw("no-type", ("scheduler",), "the scheduler has no type", told, 'add "type": "WarmupLR"')
+        yield Raw("no-type", ("scheduler",), "the scheduler has no type", told, put(look, path, '"WarmupLR"'))
     elif not isinstance(name, str) or name in keys.schedulers():
         return
     elif name in _TORCH_SCHEDULERS:
@@ -476,7 +478,13 @@ def _of_torch(look: Look, name: str) -> Iterator[Raw]:
         params = look.get("scheduler", "params")
         block = ("scheduler", "params") if isinstance(params, dict) else ("scheduler",)
         for each in [each for each in needs if look.get("scheduler", "params", each) is None]:
-            yield Raw("scheduler-needs", block, f"{name} needs {each}", told, f'add "{each}"')
+            yield Raw(
+                "scheduler-needs",
+                block,
+                f"{name} needs {each}",
+                told,
+                put(look, (*block[:1], "params", each), "..."),
+            )
         return
     yield Raw("scheduler", ("scheduler", "type"), words, told, mend)
 
@@ -506,7 +514,7 @@ def scheduler_params(look: Look) -> Iterator[Raw]:
         if any(_SCHEDULER_ALIASES.get(name) == each for name in given):
             continue
         edits = _filled(look, each) if fills else ()
-        mend = f'add "{each}": {chr(34) + AUTO + chr(34) if fills else "a number"}'
+        mend = put(look, ("scheduler", "params", each), f'"{AUTO}"' if fills else "a number")
         yield Raw("scheduler-needs", block, f"{name} needs {each}", told, mend, edits)
 
 

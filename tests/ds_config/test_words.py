@@ -152,3 +152,38 @@ def test_a_stage_with_a_point_is_that_stage():
 def test_no_ranks_are_like_an_unknown_number_of_them():
     text = json.dumps({**FINE, "train_batch_size": 8})
     assert not check(source.parse(text), Circumstances(world_size=0))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"gradient_clipping": None},
+        {"optimizer": {"type": None}},
+        {"scheduler": {"type": None, "params": {}}},
+        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": None, "cycle_max_lr": 0.1}}},
+        {"optimizer": {"type": "SGD", "params": {"lr": AUTO}}, "zero_allow_untested_optimizer": False},
+        {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": AUTO}},
+    ],
+)
+def test_a_key_that_is_there_is_not_to_be_added(keys):
+    (one,) = found(**keys)
+    assert one.mend.startswith('set "')
+
+
+@pytest.mark.parametrize("path", [None, "", AUTO])
+def test_an_empty_path_is_to_be_set(path):
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": path}}
+    told = [each.mend for each in found(zero_optimization=zero) if each.rule == "nvme-without-path"]
+    assert told == ['set "nvme_path": "/local_nvme"']
+
+
+def test_gathering_that_is_null_is_one_finding():
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": None}
+    (one,) = found(zero_optimization=zero)
+    assert one.rule == "wrong-type"
+
+
+@pytest.mark.parametrize(("name", "stage"), [("cpu_offload", 0), ("cpu_offload_param", 2)])
+def test_an_old_name_that_offloads_nothing_is_not_made_an_error(name, stage):
+    text = json.dumps({**FINE, "zero_optimization": {"stage": stage, name: True}})
+    assert fix(text, Circumstances()).text == text
