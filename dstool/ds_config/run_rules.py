@@ -141,7 +141,6 @@ def _left_out(look: Look, words: str, told: str, *names: str) -> Raw:
     for name in names:
         edits += replace(look, (name,), AUTO) if look.has(name) and look.get(name) is None else ()
     mend = ", ".join(put(look, (name,), '"auto"') for name in names)
-    mend = mend.replace(', add "', ', "')
     return Raw("left-out", (), words, told, mend, edits, "warning")
 
 
@@ -478,13 +477,8 @@ def _of_torch(look: Look, name: str) -> Iterator[Raw]:
         params = look.get("scheduler", "params")
         block = ("scheduler", "params") if isinstance(params, dict) else ("scheduler",)
         for each in [each for each in needs if look.get("scheduler", "params", each) is None]:
-            yield Raw(
-                "scheduler-needs",
-                block,
-                f"{name} needs {each}",
-                told,
-                put(look, (*block[:1], "params", each), "..."),
-            )
+            mend = put(look, ("scheduler", "params", each), "...")
+            yield Raw("scheduler-needs", block, f"{name} needs {each}", told, mend)
         return
     yield Raw("scheduler", ("scheduler", "type"), words, told, mend)
 

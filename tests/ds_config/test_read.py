@@ -512,3 +512,14 @@ def test_c13_a_pinned_batch_stays_the_same_on_any_number_of_ranks_that_divides_i
 def test_c13_a_pinned_batch_that_the_ranks_cannot_share_is_refused():
     with pytest.raises(ConfigError, match="train_batch_size is 7, which 2 ranks cannot share"):
         fit_batch({"train_batch_size": 7}, 2, {})
+
+
+def test_a_scheduler_without_params_is_given_empty_ones():
+    ds = {"zero_optimization": {"stage": 0}, "scheduler": {"type": "ConstantLR"}}
+    assert reconcile(ds, {}).ds["scheduler"] == {"type": "ConstantLR", "params": {}}
+
+
+def test_the_json_of_another_name_is_written_under_that(file):
+    with pytest.raises(ConfigError) as caught:
+        read(file("{}").with_name("a b.json"))
+    assert caught.value.hint == "dstool init-config -o 'a b.json'"
