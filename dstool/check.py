@@ -19,7 +19,6 @@ from dstool.errors import ConfigError
 logger = logging.getLogger("dstool.check")
 
 DS_CONFIG = "ds_config.json"
-_ANEW = "dstool init-config --force"
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def check(
             return _check_inline(loaded, around, fix=fix)
         target = path or Path(loaded.config.deepspeed or DS_CONFIG)  # type: ignore[arg-type]
     text = read.text_of(target)
-    around = _on_this_machine(source.parse(text), around)
+    around = replace(_on_this_machine(source.parse(text), around), file=str(target))
     fixed = ds_check.Fixed(text, ())
     if fix:
         fixed = ds_check.fix(text, around)
@@ -129,20 +128,12 @@ def _on_this_machine(parsed: source.Source, around: Circumstances) -> Circumstan
 def _result(
     file: Path, parsed: source.Source, around: Circumstances, fixed: ds_check.Fixed, difference: str
 ) -> CheckResult:
-    findings = tuple(_for_file(each, file) for each in ds_check.check(parsed, around))
+    findings = ds_check.check(parsed, around)
     errors = sum(each.severity == "error" for each in findings)
     lines = tuple(parsed.line(each.line) if each.line else "" for each in findings)
     return CheckResult(
         file, errors, len(findings) - errors, findings, fixed.mended, difference, tuple(map(_shown, lines))
     )
-
-
-def _for_file(finding: Finding, file: Path) -> Finding:
-    """The finding with a mend that writes `file` anew, and not ds_config.json."""
-    if file == Path(DS_CONFIG):
-        return finding
-    anew = f"dstool init-config -o {files.typed(file)} --force"
-    return replace(finding, mend=finding.mend.replace(_ANEW, anew))
 
 
 def _shown(line: str) -> str:

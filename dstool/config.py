@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from dstool import files
 from dstool.errors import ConfigError, MissingDependency
 
 RUN_FILE = "dstool.yaml"
@@ -225,11 +226,8 @@ def _outside(sources: Mapping[str, str], key: str) -> dict[str, str]:
 
 
 def _find_run_file(path: Path | str | None, *, required: bool) -> Path | None:
-    file = Path(path or RUN_FILE)
-    if file.is_file():
-        return file
-    if path is not None:
-        raise ConfigError(f"{path}: no such run file", hint="dstool init-config")
+    if path is not None or Path(RUN_FILE).exists():
+        return Path(path or RUN_FILE)
     if required:
         raise ConfigError(
             f"no {RUN_FILE} in {Path.cwd()}", hint="dstool init-config writes one, --config names another"
@@ -239,18 +237,16 @@ def _find_run_file(path: Path | str | None, *, required: bool) -> Path | None:
 
 def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The file's values, and `FILE:LINE` for each dotted key in it."""
+    text = _text(file)
     try:
-        text = file.read_text(encoding="utf-8-sig")
         root = yaml.compose(text, Loader=Loader)
         content = Loader("").construct_document(root) if root else None
         lines = dict(_lines(root, str(file))) if isinstance(root, yaml.MappingNode) else {}
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not UTF-8 (byte {error.start})", hint=f"save {file} as UTF-8") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else str(file)
         raise ConfigError(f"{place}: {error.problem or 'not YAML'}", hint=f"correct {file}") from None
-    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         # ValueError: what looks like a number and is none, such as 0x_
         raise ConfigError(f"{file}: {' '.join(str(error).split())}", hint=f"correct {file}") from None
     if root is None:
@@ -258,6 +254,21 @@ def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{file}: must hold `section: ...` lines", hint="dstool init-config --force")
     return dict(content or {}), {key: f"{file}:{line}" for key, line in lines.items()}
+
+
+def _text(file: Path) -> str:
+    """The text of the run file, without a byte-order mark."""
+    try:
+        text = files.text_of(file, "run file")
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{file}: no such run file", hint="dstool init-config") from None
+    except IsADirectoryError:
+        inside = file / RUN_FILE
+        hint = f"--config {files.typed(inside)}" if inside.is_file() else "name a run file: --config FILE"
+        if file == Path(RUN_FILE):
+            hint = f"mv {RUN_FILE} {RUN_FILE}.old, then dstool init-config"
+        raise ConfigError(f"{file}: a folder, not a run file", hint=hint) from None
+    return text.removeprefix("\ufeff")
 
 
 def _lines(node: yaml.MappingNode, file: str, prefix: str = "") -> Iterator[tuple[str, int]]:
@@ -405,6 +416,8 @@ def _problem(path: tuple[str, ...], item: Any, file: str, sources: Mapping[str, 
     line = f" (line {given.rpartition(':')[2]})" if place != given else ""
     if item["type"] in {"extra_forbidden", "invalid_key"}:
         return f"{place}: {key}: unknown key{_suggestion(path)}{line}"
+    if key == "deepspeed" and item["loc"][-1] == "[key]":
+        return f"{place}: {key}: the key {item['input']!r} is no text, as JSON needs it{line}"
     if key == "deepspeed":
         return f"{place}: {key}: should be the path of a JSON file or a mapping, not {item['input']!r}{line}"
     if item["type"] in {"model_type", "dict_type", "model_attributes_type"}:

@@ -46,6 +46,36 @@ def write_text(path: Path, text: str) -> None:
         _sync(path.parent)
 
 
+def text_of(path: Path, kind: str) -> str:
+    """The text (UTF-8) of the `kind` of file at `path`, its byte-order mark included.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError, IsADirectoryError: there is no file at `path`.
+        ConfigError: it may not be read, or is not UTF-8.
+    """
+    try:
+        return path.read_bytes().decode("utf-8")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise
+    except PermissionError:
+        raise ConfigError(f"{path}: this user may not read it", hint=_opened(path)) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}", hint=f"name another {kind}") from None
+    except ValueError as error:  # also a name that no file can have
+        where = f"byte {error.start}" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise ConfigError(f"{path}: not UTF-8 text ({where})", hint=f"save {path.name} as UTF-8") from None
+
+
+def _opened(path: Path) -> str:
+    """What lets this user read `path`: the first on the way to it that is closed is opened."""
+    for part in (*reversed(path.absolute().parents), path):
+        folder = part != path
+        if not os.access(part, os.X_OK if folder else os.R_OK):
+            own = part.stat().st_uid == os.geteuid()
+            return f"{'chmod u' if own else 'sudo chmod a'}+{'x' if folder else 'r'} {typed(part)}"
+    return f"ls -l {typed(path)} shows its rights"
+
+
 def refuse_existing(*paths: Path, force: bool) -> None:
     """Raise `ConfigError` for the first of `paths` that exists and is not an empty folder."""
     for path in paths:

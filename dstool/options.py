@@ -19,7 +19,9 @@ _Dtype = Literal["fp32", "bf16", "fp16"]
 
 Config = Annotated[
     Path | None,
-    typer.Option("--config", "-c", help="The run file; by default dstool.yaml.", show_default=False),
+    typer.Option(
+        "--config", "-c", help="The run file; by default dstool.yaml.", show_default=False, readable=False
+    ),
 ]
 Words = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values over those of the run file.")
@@ -146,7 +148,9 @@ OverwriteJson = Annotated[
 
 DsConfig = Annotated[
     Path | None,
-    typer.Argument(metavar="DS_CONFIG", help="The DeepSpeed JSON, or else that of the run file."),
+    typer.Argument(
+        metavar="DS_CONFIG", help="The DeepSpeed JSON, or else that of the run file.", readable=False
+    ),
 ]
 WorldSize = Annotated[int | None, typer.Option(min=1, help="The number of ranks that the batch is to fit.")]
 Fix = Annotated[bool, typer.Option("--fix", help="Make every mend that cannot change the meaning.")]

@@ -64,7 +64,7 @@ def settle(config: Config) -> read.Reconciled:
         )
     train = config.train.arguments()
     inline = isinstance(config.deepspeed, dict)
-    name = "deepspeed:" if inline else str(config.deepspeed)
+    name = "deepspeed" if inline else str(config.deepspeed)
     text = source.of_value(config.deepspeed) if inline else source.parse(read.text_of(Path(name)))
     ds = text.value if isinstance(text.value, dict) else {}
     found = ds_check.check(text, replace(circumstances(config), machine=machine.look(ds)))

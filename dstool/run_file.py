@@ -21,7 +21,9 @@ def changed(path: Path, changes: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: a file in which that would change more, such as one with an anchor there.
     """
-    text = path.read_bytes().decode("utf-8-sig")
+    text = path.read_bytes().decode("utf-8")
+    mark = "\ufeff" if text.startswith("\ufeff") else ""
+    text = text.removeprefix(mark)
     wanted = _values(text)
     train = wanted["train"] = wanted.get("train") or {}
     try:
@@ -37,7 +39,7 @@ def changed(path: Path, changes: Mapping[str, Any]) -> str:
             f"{path} is written in a way that dstool cannot change without touching the rest of it",
             hint=f"under train: in it, {by_hand(changes)}, and give the command again",
         )
-    return text
+    return mark + text
 
 
 def write(path: Path, text: str, changes: Mapping[str, Any]) -> None:
@@ -75,7 +77,8 @@ def _with(text: str, name: str, value: Any) -> str:
         text += line_end
     train = _entries(yaml.compose(text, config.Loader)).get("train")
     if train is None:
-        return f"{text}{line_end}train:{line_end}  {name}: {shown(value)}{line_end}"
+        end = _document_end(text)
+        return f"{text[:end]}{line_end}train:{line_end}  {name}: {shown(value)}{line_end}{text[end:]}"
     block, entries = train[1], _entries(train[1])
     if name in entries and value is not None:
         return _put(text, entries[name][1], shown(value))
@@ -87,10 +90,26 @@ def _with(text: str, name: str, value: Any) -> str:
         return f"{text[:at]}{comma}{name}: {shown(value)}{text[at:]}" if name not in entries else text
     key, old = entries.get(name) or next(reversed(entries.values()))
     indent = key.start_mark.column
-    end = text.index("\n", old.end_mark.index - 1) + 1
+    end = text.index("\n", _end(old) - 1) + 1
     if name in entries:
         return text[: key.start_mark.index - indent] + text[end:]
     return f"{text[:end]}{' ' * indent}{name}: {shown(value)}{line_end}{text[end:]}"
+
+
+def _document_end(text: str) -> int:
+    """Where the document ends: before the `...` that may say so."""
+    for event in yaml.parse(text, config.Loader):
+        if isinstance(event, yaml.DocumentEndEvent) and event.explicit and event.start_mark:
+            return int(event.start_mark.index)
+    return len(text)
+
+
+def _end(node: yaml.Node) -> int:
+    """Where `node` ends. Those over several lines have their own mark behind the comments that follow."""
+    while isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        node = last[1] if isinstance(node, yaml.MappingNode) else last
+    return int(node.end_mark.index)
 
 
 def _put(text: str, node: yaml.Node, value: str) -> str:

@@ -150,9 +150,14 @@ DEMANDS: Final[dict[str, dict[str, Any]]] = {
         "choices": ["debug", "info", "warning", "error", "critical"],
         "any_case": True,
     },
+    "optimizer.params.fp32_optimizer_states": {"type": ["bool", "null"]},  # runtime/engine.py
     "optimizer.params.ns_method": {"choices": ["gram", "standard"]},  # runtime/zero/muon/original_muon.py
     "pipeline.stages": {"type": ["int", "str"], "auto": "deepspeed"},
-    # runtime/lr_schedules.py
+    # runtime/lr_schedules.py, whose annotations say None where it computes with the value
+    "scheduler.params.cycle_max_lr": {"type": ["float", "list"]},
+    "scheduler.params.cycle_min_lr": {"type": ["float", "list"]},
+    "scheduler.params.lr_range_test_min_lr": {"type": ["float", "list"]},
+    "scheduler.params.warmup_min_lr": {"type": ["float", "list"]},
     "scheduler.params.cycle_first_step_size": {"minimum": 1},
     "scheduler.params.cycle_second_step_size": {"minimum": 0},
     "scheduler.params.lr_range_test_step_size": {"minimum": 1},
@@ -167,7 +172,6 @@ DEMANDS: Final[dict[str, dict[str, Any]]] = {
     },
     "train_batch_size": {"type": ["int", "null"], "minimum": 1},
     "train_micro_batch_size_per_gpu": {"type": ["int", "null"], "minimum": 1},
-    "zero_optimization": {"type": ["object", "bool"]},  # runtime/zero/config.py: true is stage 1
     "zero_optimization.zenflow.select_strategy": {"choices": ["auto", "step", "epoch"], "auto": "deepspeed"},
     "zero_optimization.zenflow.select_interval": {"auto": "deepspeed"},
     "zero_optimization.zenflow.update_interval": {"minimum": 1, "auto": "deepspeed"},

@@ -257,7 +257,7 @@ def test_all_problems_are_said_at_once_and_each_where_it_was_given():
         ("model: !foo x\n", "dstool.yaml:1:8: could not determine a constructor for the tag '!foo'"),
         ("? [a]\n: b\n", "dstool.yaml:1:3: found unhashable key"),
         ("infer:\n  seed: 0x_\n", "dstool.yaml: invalid literal for int() with base 16: ''"),
-        (b"model:\n  name: \xb8\xae\n", "dstool.yaml: not UTF-8 (byte 15)"),
+        (b"model:\n  name: \xb8\xae\n", "dstool.yaml: not UTF-8 text (byte 15)"),
     ],
 )
 def test_a_file_that_cannot_be_read(text, said):
@@ -305,9 +305,9 @@ def test_a_missing_run_file():
 
 
 @pytest.mark.parametrize("required", [True, False])
-@pytest.mark.parametrize("name", ["gone.yaml", "folder"])
+@pytest.mark.parametrize("name", ["gone.yaml", "file/gone.yaml"])
 def test_a_run_file_that_was_named_has_to_be_there(name, required):
-    Path("folder").mkdir()
+    Path("file").touch()
     assert refusal(path=name, required=required).message == f"{name}: no such run file"
 
 
@@ -516,3 +516,24 @@ def test_the_checkpoint_to_resume_from_is_relative_to_its_run_file(tmp_path):
     assert load("runs/dstool.yaml").config.train.arguments()["resume_from_checkpoint"] == "checkpoint-2"
     write("train:\n  resume_from_checkpoint: true\n", "runs/dstool.yaml")
     assert load("runs/dstool.yaml").config.train.arguments()["resume_from_checkpoint"] is True
+
+
+# a run file that cannot be read
+
+
+def test_a_folder_in_the_place_of_the_run_file_says_what_to_do():
+    Path("dstool.yaml").mkdir()
+    error = refusal()
+    assert error.message == "dstool.yaml: a folder, not a run file"
+    assert error.hint == "mv dstool.yaml dstool.yaml.old, then dstool init-config"
+
+
+def test_a_folder_with_a_run_file_in_it_says_how_to_name_that():
+    write("infer:\n  seed: 7\n", "a run/dstool.yaml")
+    assert refusal(path="a run").hint == "--config 'a run/dstool.yaml'"
+    assert load("a run/dstool.yaml").config.infer.seed == 7
+
+
+def test_a_key_of_the_json_that_is_no_text_is_named():
+    error = refusal("deepspeed:\n  zero_optimization: {stage: 2}\n  1: 2\n")
+    assert "deepspeed: the key 1 is no text, as JSON needs it" in error.message

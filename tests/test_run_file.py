@@ -44,6 +44,18 @@ def after(text, **changes):
             "# 한글\ntrain:\n  output_dir: '가'\n\n# end\n",
             "# 한글\ntrain:\n  output_dir: '가'\n  seed: 7\n\n# end\n",
         ),
+        ("\ufefftrain:\n  seed: 1\n", "\ufefftrain:\n  seed: 7\n"),
+        ("train:\n  output_dir: o\n...\n", "train:\n  output_dir: o\n  seed: 7\n...\n"),
+        ("---\ndata: {}\n... # end\n", "---\ndata: {}\n\ntrain:\n  seed: 7\n... # end\n"),
+        ("data: {}\n...", "data: {}\n\ntrain:\n  seed: 7\n...\n"),
+        (
+            "train:\n  report_to:\n  - none\n\n# where the rows are\ndata: {}\n",
+            "train:\n  report_to:\n  - none\n  seed: 7\n\n# where the rows are\ndata: {}\n",
+        ),
+        (
+            "train:\n  lr_scheduler_kwargs:\n    a: [1,\n      2]\n  # last\n# data\ndata: {}\n",
+            "train:\n  lr_scheduler_kwargs:\n    a: [1,\n      2]\n  seed: 7\n  # last\n# data\ndata: {}\n",
+        ),
     ],
 )
 def test_a_value_is_changed_or_added_in_its_place(text, told):
@@ -53,6 +65,11 @@ def test_a_value_is_changed_or_added_in_its_place(text, told):
 def test_a_value_is_taken_out_with_its_line():
     text = "train:\n  seed: 1 # why\n  # of the rest\n  output_dir: o\n"
     assert after(text, seed=None) == "train:\n  # of the rest\n  output_dir: o\n"
+
+
+def test_a_value_over_several_lines_is_taken_out_without_the_comment_that_follows():
+    text = "train:\n  fp16: true\n  seed:\n    - 1\n# of the data\ndata: {}\n"
+    assert after(text, seed=None) == "train:\n  fp16: true\n# of the data\ndata: {}\n"
 
 
 @pytest.mark.parametrize(

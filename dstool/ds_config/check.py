@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from dstool.ds_config import rules, run_rules, source
+from dstool.ds_config import read, rules, run_rules, source
 from dstool.ds_config.looks import Circumstances, Look, Raw, Severity
 from dstool.ds_config.source import Edit, Fault, Source
 from dstool.errors import ConfigError, NoDevice
@@ -47,10 +47,13 @@ class Fixed:
 
 def check(text: Source, around: Circumstances) -> tuple[Finding, ...]:
     """What is wrong with `text`, in its order. What a reader cannot get past is the last that is found."""
-    found = [_of_fault(text, fault) for fault in text.faults]
+    found = [_of_fault(text, fault, around.file) for fault in text.faults]
     if text.whole and isinstance(text.value, dict):
         look = Look(text.value, text, around)
+        # What is no number has no value that the rules could speak of.
+        spoilt = {each.path for each in found if each.rule == "not-a-number"}
         raws = [raw for rule in (*rules.RULES, *run_rules.RULES) for raw in rule(look)]
+        raws = [raw for raw in raws if ".".join(raw.at) not in spoilt]
         found += [_of_raw(text, raw) for raw in _told_once(raws)]
         if not all(fault.edits for fault in text.faults):
             # The rest is mended in a text that is JSON, and this one does not become it by itself.
@@ -104,6 +107,7 @@ _OF_VALUES: Final = frozenset(
         "contradiction",
         "mismatch",
         "null-block",
+        "null-param",
         "nvme-path",
         "no-device",
         "offload-stage",
@@ -124,14 +128,14 @@ _FAULTS: Final = MappingProxyType(
             "Transformers takes the last of the two without a word, DeepSpeed refuses the file",
             "delete the first, as the last is the one that counts",
         ),
-        "empty": ("nothing can be trained with it", "dstool init-config --force writes one"),
+        "empty": ("nothing can be trained with it", "{anew} writes one"),
         "missing-colon": ("the file cannot be read", "put a colon after the key"),
         "missing-comma": ("the file cannot be read", "put a comma after the value before it"),
-        "nested": ("the file cannot be read", "dstool init-config --force writes a new one"),
+        "nested": ("the file cannot be read", "{anew} writes a new one"),
         "not-a-number": ("no other program can read the file", "write a number"),
         "python-word": ("the file cannot be read", "write true, false or null"),
         "single-quotes": ("the file cannot be read", "write double quotes"),
-        "top-level": ("the file cannot be used", "dstool init-config --force writes a new one"),
+        "top-level": ("the file cannot be used", "{anew} writes a new one"),
         "trailing-comma": ("the file cannot be read", "delete the comma"),
         "unclosed": ("the file cannot be read", "close it"),
         "unquoted-key": ("the file cannot be read", "put the key in double quotes"),
@@ -139,8 +143,9 @@ _FAULTS: Final = MappingProxyType(
 )
 
 
-def _of_fault(text: Source, fault: Fault) -> Finding:
+def _of_fault(text: Source, fault: Fault, file: str) -> Finding:
     consequence, mend = _FAULTS.get(fault.rule, ("the file cannot be read", "correct the line"))
+    mend = mend.format(anew=read.anew(file))
     line = column = None
     if fault.position is not None:
         line, column = text.line_column(fault.position)
@@ -193,7 +198,7 @@ def _told_once(raws: Iterable[Raw]) -> list[Raw]:
                 continue
             seen.add(raw.at)
         above = {raw.at[:length] for length in range(1, len(raw.at) + 1)}
-        if raw.rule in ("auto-unfilled", "unread-key") and above & nameless:
+        if raw.rule in ("auto-unfilled", "null-param", "unread-key") and above & nameless:
             continue
         if raw.rule == "old-name" and raw.at in seen:
             continue
@@ -245,7 +250,8 @@ def error_of(errors: Iterable[Finding]) -> type[ConfigError | NoDevice]:
 
 
 def _is_settled(finding: Finding) -> bool:
-    return finding.rule in _SETTLED or (finding.rule == "scheduler-needs" and bool(finding.edit))
+    filled = finding.rule in ("scheduler-needs", "null-param") and bool(finding.edit)
+    return finding.rule in _SETTLED or filled
 
 
 def _place(finding: Finding, name: str, *, places: bool) -> str:

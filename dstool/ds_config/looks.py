@@ -36,13 +36,15 @@ class Machine:
 class Circumstances:
     """What the JSON is checked against; None is not known, and what needs it is not looked at.
 
-    `train` are the arguments that the run file gives, `model_config` is the model's config.json.
+    `train` are the arguments that the run file gives, `model_config` is the model's config.json, and `file`
+    what the JSON is called.
     """
 
     train: Mapping[str, Any] | None = None
     world_size: int | None = None
     model_config: Mapping[str, Any] | None = None
     machine: Machine | None = None
+    file: str = "ds_config.json"
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Look:
         value = self.get("zero_optimization", "stage")
         if value is None or value == AUTO:
             return 0 if value is None else 2
-        return value if type(value) is int and value in (0, 1, 2, 3) else None
+        return int(value) if type(value) in (int, float) and value in (0, 1, 2, 3) else None
 
     @property
     def offloads(self) -> bool:
@@ -95,6 +97,25 @@ class Look:
 
 
 Rule = Callable[[Look], Iterator[Raw]]
+
+
+def renamed(look: Look, path: tuple[str, ...], meant: Mapping[str, str | None]) -> str:
+    """The mend of a key by the name that it is meant to have; `meant` has all such keys of its block."""
+    *block, key = path
+    name = meant[key]
+    others = [other for other in meant if meant[other] == name]
+    if name is None:
+        return "delete it"
+    if look.has(*block, name):
+        return f"delete it, as {name} is there too"
+    if len(others) > 1:
+        return f"keep one of {', '.join(others)} under the name {name}, and delete the rest"
+    return f"call it {name}, or delete it"
+
+
+def put(look: Look, path: tuple[str, ...], value: str) -> str:
+    """The mend that gives the key at `path` a value; one that is there, such as null, is not added again."""
+    return f'{"set" if look.has(*path) else "add"} "{path[-1]}": {value}'
 
 
 def delete(look: Look, path: tuple[str, ...]) -> tuple[Edit, ...]:
@@ -111,12 +132,6 @@ def add(look: Look, block: tuple[str, ...], **values: Any) -> tuple[Edit, ...]:
     """The edits that add `values` to the object at `block`."""
     texts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
     return (look.source.addition(block, *texts),) if texts and block in look.source.places else ()
-
-
-def show(value: Any) -> str:
-    """`value` as JSON has it, cut where it is long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def first(*given: Any) -> Any:

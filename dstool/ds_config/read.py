@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from dstool import files
 from dstool.ds_config import source
 from dstool.ds_config.build import AUTO, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from dstool.errors import ConfigError
@@ -30,14 +31,13 @@ def read(path: Path) -> dict[str, Any]:
     """
     parsed = source.parse(text_of(path))
     for fault in parsed.faults:
-        if fault.rule == "empty":
-            raise ConfigError(f"{path}: {fault.words}", hint="dstool init-config --force")
         if fault.position is None:
-            raise ConfigError(f"{path}: {fault.words}")
+            raise ConfigError(f"{path}: {fault.words}", hint=anew(str(path)))
         if fault.rule != "byte-order-mark":
             line, column = parsed.line_column(fault.position)
             raise ConfigError(
-                f"{path}:{line}:{column}: {fault.words}", hint=f"dstool check {path} shows the place"
+                f"{path}:{line}:{column}: {fault.words}",
+                hint=f"dstool check {files.typed(path)} shows the place",
             )
     return dict(parsed.value)
 
@@ -47,17 +47,21 @@ def text_of(path: Path) -> str:
 
     Raises `ConfigError` where it cannot be read, or is not UTF-8.
     """
-    if path.is_dir():
-        raise ConfigError(f"{path}: a folder, not a JSON file", hint="name the .json file inside it")
     try:
-        return path.read_bytes().decode("utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file", hint="dstool init-config") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # also a name that no file can have
-        where = f"byte {error.start}" if isinstance(error, UnicodeDecodeError) else str(error)
-        raise ConfigError(f"{path}: not UTF-8 text ({where})", hint=f"save {path.name} as UTF-8") from None
+        return files.text_of(path, "JSON file")
+    except (FileNotFoundError, NotADirectoryError):
+        hint = anew(str(path)).removesuffix(" --force")
+        raise ConfigError(f"{path}: no such file", hint=hint) from None
+    except IsADirectoryError:
+        inside = sorted(path.glob("*.json"))
+        hint = f"name the file in it: {files.typed(inside[0])}" if inside else "name a .json file"
+        raise ConfigError(f"{path}: a folder, not a JSON file", hint=hint) from None
+
+
+def anew(name: str) -> str:
+    """The command that writes the JSON called `name` anew."""
+    named = "" if name == "ds_config.json" else f" -o {files.typed(name)}"
+    return f"dstool init-config{named} --force"
 
 
 # --- bringing together -----------------------------------------------------------------------------------
@@ -212,11 +216,12 @@ class Reconciled:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with the value at a path of the JSON, in `words`."""
+    """What is wrong with the value at a path of the JSON, in `words`; `meant` is a key's right name."""
 
     rule: str
     path: tuple[str, ...]
     words: str
+    meant: str | None = None
 
 
 @dataclass
@@ -360,7 +365,7 @@ def _literal(ds: Mapping[str, Any], key: str, otherwise: Any) -> Any:
 
 def _refusal(work: _Work, run_name: str) -> ConfigError:
     parts = [f"{work.json_name}: {'; '.join(each.words for each in work.problems)}"] if work.problems else []
-    hint = f"correct {work.json_name}, or write a new one: dstool init-config --force"
+    hint = "dstool check shows each with its place and mend"
     if work.mismatches:
         parts.append(f"{work.json_name} and {run_name} disagree: {'; '.join(work.mismatches.values())}")
         hint = f'in {work.json_name} set to "auto": {", ".join(work.mismatches)}'
@@ -379,8 +384,10 @@ def misnames_stage(ds: Mapping[str, Any]) -> bool:
     return any(difflib.get_close_matches(name, meant, 1, cutoff=0.66) for name in names)
 
 
-def _show(value: Any) -> str:
-    return json.dumps(value, default=str)
+def show(value: Any) -> str:
+    """`value` as JSON has it, cut where it is long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _check_shapes(work: _Work) -> None:
@@ -392,7 +399,7 @@ def _check_shapes(work: _Work) -> None:
             continue
         value = holder.pop(name)
         if value is not None:
-            work.wrong("wrong-type", path, f"{path} is {_show(value)}, an object {{ ... }} is expected")
+            work.wrong("wrong-type", path, f"{path} is {show(value)}, an object {{ ... }} is expected")
 
 
 def _check_names(work: _Work) -> None:
@@ -408,7 +415,7 @@ def _check_names(work: _Work) -> None:
             close = difflib.get_close_matches(key, TOP_LEVEL_KEYS, 1, cutoff=0.7)
             close = ["bf16"] if key == "bfp16" else close  # as near to fp16 in its letters
             words = f"{key} is no DeepSpeed key{f', did you mean {close[0]}?' if close else ''}"
-            work.problems.append(Problem("unknown-key", (key,), words))
+            work.problems.append(Problem("unknown-key", (key,), words, close[0] if close else None))
     for key in REMOVED_ZERO_KEYS:
         if key in work.ds.get("zero_optimization", {}):
             path = f"zero_optimization.{key}"
@@ -433,7 +440,7 @@ def _settle_zero(work: _Work) -> None:
         work.notes.append('zero_optimization.stage "auto" means stage 2')
     elif isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         zero["stage"] = 3  # again, so that one mistake is one problem
-        words = f"zero_optimization.stage is {_show(stage)}, it must be 0, 1, 2 or 3"
+        words = f"zero_optimization.stage is {show(stage)}, it must be 0, 1, 2 or 3"
         work.wrong("wrong-value", "zero_optimization.stage", words)
     if "aio" in zero:
         work.ds["aio"] = {**zero.pop("aio"), **work.ds.get("aio", {})}
@@ -462,14 +469,11 @@ def _check_offload(work: _Work) -> None:
 
 def _fill_missing(work: _Work) -> None:
     """Put "auto" where a key is left out and DeepSpeed's default would silently overrule the run file."""
-    known = {name.lower(): params for name, params in OPTIMIZER_PARAMS.items()}  # DeepSpeed folds case here,
-    optimizer = known.get(str(work.get("optimizer.type")).lower(), {})
-    scheduler = SCHEDULER_PARAMS.get(str(work.get("scheduler.type")), {})  # but not here (runtime/config.py)
     blocks: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [("", work.ds, _TRAINERS_OWN)]
-    for name, params in (("optimizer", optimizer), ("scheduler", scheduler)):
-        if params:
-            own = tuple(key for key, value in params.items() if value == AUTO)
-            blocks.append((f"{name}.params.", work.ds[name].setdefault("params", {}), own))
+    for name, own in filled_params(work.ds).items():
+        blocks.append((f"{name}.params.", work.ds[name].setdefault("params", {}), own))
+    if isinstance(work.ds.get("scheduler"), dict):
+        work.ds["scheduler"].setdefault("params", {})  # which runtime/engine.py unpacks unseen
     filled = []
     for prefix, block, keys in blocks:
         missing = [key for key in keys if block.get(key) is None]
@@ -479,18 +483,35 @@ def _fill_missing(work: _Work) -> None:
         work.notes.append(f"left out of {work.json_name} and taken from the run: {', '.join(filled)}")
 
 
+def filled_params(ds: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """By its block, the optimizer's and scheduler's parameters that become "auto" where they are left out."""
+    blocks = {name: ds.get(name) for name in ("optimizer", "scheduler")}
+    types = {name: str(block.get("type")) for name, block in blocks.items() if isinstance(block, dict)}
+    folded = {name.lower(): params for name, params in OPTIMIZER_PARAMS.items()}  # DeepSpeed folds case here,
+    params = {
+        "optimizer": folded.get(types.get("optimizer", "").lower(), {}),
+        "scheduler": SCHEDULER_PARAMS.get(types.get("scheduler", ""), {}),  # but not here (runtime/config.py)
+    }
+    return {
+        block: tuple(name for name, value in taken.items() if value == AUTO)
+        for block, taken in params.items()
+        if taken
+    }
+
+
 def _check_types(work: _Work) -> None:
     """Literals of the wrong kind, such as "true" in quotes or a warm-up of 0 steps, which 0.19.6 refuses."""
     betas = work.get("optimizer.params.betas")
-    if betas not in (None, AUTO) and not (isinstance(betas, list) and len(betas) == 2):
-        words = f'optimizer.params.betas is {_show(betas)}, two numbers or "auto" are expected'
+    pair = isinstance(betas, list) and len(betas) == 2 and None not in betas and AUTO not in betas
+    if betas not in (None, AUTO) and not pair:
+        words = f'optimizer.params.betas is {show(betas)}, two numbers or "auto" are expected'
         work.wrong("wrong-type", "optimizer.params.betas", words)
         del work.ds["optimizer"]["params"]["betas"]
     kinds: dict[str, _Kind] = {"train_batch_size": "count", **{pair.key: pair.kind for pair in _PAIRS}}
     for key, kind in kinds.items():
         value = work.get(key)
         if value not in (None, AUTO) and not _is(kind, value):
-            words = f'{key} is {_show(value)}, {_EXPECTED[kind]} or "auto" is expected'
+            words = f'{key} is {show(value)}, {_EXPECTED[kind]} or "auto" is expected'
             work.wrong("wrong-type", key, words)
 
 
@@ -511,13 +532,13 @@ def _match_pairs(work: _Work) -> None:
         if given is None:
             work.train[pair.field] = literal
             source[pair.field] = pair.key
-            work.notes.append(f"train.{pair.field} is {_show(literal)}, from {pair.key} in {work.json_name}")
+            work.notes.append(f"train.{pair.field} is {show(literal)}, from {pair.key} in {work.json_name}")
         elif not _agree(pair, literal, given):
             key = pair.key.removesuffix(".0").removesuffix(".1")
-            other = f"train.{pair.field} {_show(given)} in the run file"
+            other = f"train.{pair.field} {show(given)} in the run file"
             if pair.field in source:
-                other = f"{source[pair.field]}, which means the same, {_show(given)}"
-            found = f"{pair.key} is {_show(literal)} in the JSON and {other}"
+                other = f"{source[pair.field]}, which means the same, {show(given)}"
+            found = f"{pair.key} is {show(literal)} in the JSON and {other}"
             work.mismatches[key] = f"{work.mismatches[key]}; {found}" if key in work.mismatches else found
     _match_total_steps(work)
 
@@ -542,10 +563,10 @@ def _match_total_steps(work: _Work) -> None:
     if total in (None, AUTO):
         return
     if not isinstance(steps, int) or steps <= 0:
-        work.notes.append(f'{key} is {_show(total)} and must equal the steps of the run; "auto" always does')
+        work.notes.append(f'{key} is {show(total)} and must equal the steps of the run; "auto" always does')
     elif total != steps:
         work.mismatches[key] = (
-            f"{key} is {_show(total)} in the JSON and train.max_steps {steps} in the run file"
+            f"{key} is {show(total)} in the JSON and train.max_steps {steps} in the run file"
         )
 
 

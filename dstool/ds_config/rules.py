@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from dstool.ds_config import keys, read
 from dstool.ds_config.build import AUTO
-from dstool.ds_config.looks import Look, Raw, Rule, add, delete, replace, show
+from dstool.ds_config.looks import Look, Raw, Rule, add, delete, put, renamed, replace
+from dstool.ds_config.read import show
 from dstool.ds_config.source import Edit
 
 # --- what `reconcile` refuses ------------------------------------------------------------------------------
@@ -30,7 +31,7 @@ _REFUSED: Final = MappingProxyType(
             "DeepSpeed accepts it and offloads nothing",
             "raise the stage, or delete the block",
         ),
-        "nvme-without-path": ("DeepSpeed stops when it first writes there", 'add "nvme_path": "/local_nvme"'),
+        "nvme-without-path": ("DeepSpeed stops when it first writes there", ""),
         "both-precisions": ("DeepSpeed stops after the model has loaded", 'set one of the two to "auto"'),
         "silent-winner": ("the run file's choice has no effect", "delete one of the two"),
         "mismatch": ("Trainer refuses the pair after the model has loaded", 'set it to "auto" in the JSON'),
@@ -40,20 +41,41 @@ _REFUSED: Final = MappingProxyType(
 
 def refused(look: Look) -> Iterator[Raw]:
     """Everything that stops `dstool train`, in the words of `read.reconcile`."""
-    for each in read.problems(look.ds, look.around.train or {}):
+    problems = read.problems(look.ds, look.around.train or {})
+    meant = {each.path[-1]: each.meant for each in problems if each.meant}
+    for each in problems:
         consequence, mend = _REFUSED[each.rule]
         problem, dotted = each.words, ".".join(each.path)
         edits: tuple[Edit, ...] = ()
         if each.rule == "removed-key":
             mend = f"delete it: {keys.removed().get(dotted, 'nothing replaces it')}"
             edits = delete(look, each.path) if _is_off(look.get(*each.path)) else ()
+        elif each.rule == "nvme-without-path":
+            mend = put(look, (*each.path[:-1], "nvme_path"), '"/local_nvme"')
+        elif each.path == (_ZERO,) and isinstance(look.get(_ZERO), bool):
+            consequence, mend, edits = _old_zero(look)
         elif each.rule == "wrong-type":
             edits = _plain_value(look, each.path, keys.keys().get(dotted))
         elif each.rule == "unknown-key":
             problem = problem + _elsewhere(each.path[-1], problem)
+            mend = renamed(look, each.path, meant) if each.meant else mend
+            if inside := keys.keys().get(dotted):
+                problem = f"{dotted} is a path, and no key"
+                mend = f"write {inside.name} into the block {inside.block}"
         elif each.rule == "wrong-value":
             edits = _plain_value(look, each.path, keys.keys().get(dotted))
         yield Raw(each.rule, each.path, problem, consequence, mend, edits)
+
+
+_ZERO: Final = "zero_optimization"
+
+
+def _old_zero(look: Look) -> tuple[str, str, tuple[Edit, ...]]:
+    """What happens to the old form, true or false, and its mend (deepspeed 0.19.8 runtime/zero/config.py)."""
+    stage = int(look.get(_ZERO))
+    told = f"DeepSpeed by itself takes it for stage {stage}, accelerate stops with a traceback"
+    edits = () if look.has("allgather_size") else replace(look, (_ZERO,), {"stage": stage})
+    return told, f'write {{"stage": {stage}}}', edits
 
 
 def _elsewhere(name: str, said: str) -> str:
@@ -83,27 +105,33 @@ def unknown(look: Look) -> Iterator[Raw]:
         if known is None or known.unknown not in ("error", "ignored"):
             continue
         names = [key.name for key in keys.keys().values() if key.block == known.path]
+        meant: dict[str, str | None] = {}
         for name in [name for name in block if name not in names]:
             here = (*path, name)
             if ".".join(here) in keys.removed() or here == ("zero_optimization", "aio"):
                 continue
             if known.unknown == "ignored" and name.startswith(("_", "//")):
                 continue
-            yield _unknown(here, names, strict=known.unknown == "error")
+            meant[name] = "intra_op_parallelism" if here == _THREADS else _nearest(name, names)
+        for name in meant:
+            yield _unknown(look, (*path, name), meant, strict=known.unknown == "error")
 
 
-def _unknown(here: tuple[str, ...], names: list[str], *, strict: bool) -> Raw:
+def _nearest(name: str, names: list[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, names, 1, cutoff=0.6)), None)
+
+
+def _unknown(look: Look, here: tuple[str, ...], meant: Mapping[str, str | None], *, strict: bool) -> Raw:
     *above, name = here
-    close = difflib.get_close_matches(name, names, 1, cutoff=0.6)
-    if here == _THREADS:
-        close = ["intra_op_parallelism"]
     problem = f"{name} is no key of {'.'.join(above)}"
-    elsewhere = "" if close else _top_level(name) or _elsewhere(name, "")
-    problem += f", did you mean {close[0]}?" if close else elsewhere
     consequence = "DeepSpeed refuses the whole file" if strict else "DeepSpeed ignores it without a word"
-    listed = f"dstool explain {'.'.join(above)} lists the names"
-    mend = "move it where it is read, or delete it" if elsewhere else f"delete it; {listed}"
-    mend = f"call it {close[0]}, or delete it" if close else mend
+    elsewhere = _top_level(name) or _elsewhere(name, "")
+    if meant[name]:
+        problem, mend = f"{problem}, did you mean {meant[name]}?", renamed(look, here, meant)
+    elif elsewhere:
+        problem, mend = problem + elsewhere, "move it where it is read, or delete it"
+    else:
+        mend = f"delete it; dstool explain {'.'.join(above)} lists the names"
     return Raw("unknown-key", here, problem, consequence, mend, (), "error" if strict else "warning")
 
 
@@ -190,8 +218,8 @@ def _renewed(look: Look, old: tuple[str, ...], new: tuple[str, ...]) -> tuple[Ed
         return (look.source.renaming(old, new[-1]),)
     if value is False or value is None:
         return delete(look, old)
-    if value is not True:
-        return ()
+    if value is not True or (look.stage or 0) < (3 if old[-1] == "cpu_offload_param" else 1):
+        return ()  # where nothing is offloaded, its new name would be refused
     return (look.source.renaming(old, new[-1]), *replace(look, old, {"device": "cpu"}))
 
 
@@ -246,6 +274,32 @@ def null_blocks(look: Look) -> Iterator[Raw]:
             yield Raw("null-block", path, words, told, 'write {"stage": 2}, or another stage')
         else:
             yield Raw("null-block", path, words, told, "delete the key", delete(look, path))
+
+
+def null_params(look: Look) -> Iterator[Raw]:
+    """Parameters that are null, which DeepSpeed hands on as they are: no default takes their place."""
+    filled = read.filled_params(look.ds)
+    scheduler = keys.schedulers().get(str(look.get("scheduler", "type")))
+    needs = {f"scheduler.params.{name}" for name in scheduler.needs} if scheduler else set()
+    for block in ("optimizer", "scheduler"):
+        params = look.get(block, "params")
+        nulls = [name for name, value in params.items() if value is None] if isinstance(params, dict) else []
+        for name in nulls:
+            key = keys.keys().get(f"{block}.params.{name}")
+            if key and "null" not in key.types and key.path not in needs:  # of these `scheduler_params` tells
+                yield from _null_param(look, key, fills=name in filled.get(block, ()))
+
+
+def _null_param(look: Look, key: keys.Key, *, fills: bool) -> Iterator[Raw]:
+    path = tuple(key.path.split("."))
+    if {"int", "float", "list"} & set(key.types):
+        words = f"{key.path} is null, {_expected(key)} is expected"
+        told = "DeepSpeed stops with a traceback, after the model has loaded"
+        mend, edits = ('set it to "auto"', replace(look, path, AUTO)) if fills else ("delete the key", ())
+        yield Raw("null-param", path, words, told, mend, edits)
+    elif key.default is True:
+        words = f"{key.path} is null, which counts as false"
+        yield Raw("null-param", path, words, "what is on by default is off", "delete it", (), "warning")
 
 
 # The keys of which DeepSpeed takes a wrong value too, and what it then does.
@@ -389,12 +443,12 @@ def impossible(look: Look) -> Iterator[Raw]:
     }
     for path, words in numbers.items():
         value = look.get(*path)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
+        if _fits("float", value) and value < 0:
             dotted = ".".join(path)
             told = "the run diverges or stops at its first step"
             yield Raw("wrong-value", path, f"{dotted} is {show(value)}, {words}", told, "write 0 or more")
     betas = look.get("optimizer", "params", "betas")
-    if isinstance(betas, list) and any(isinstance(each, int | float) and not 0 <= each < 1 for each in betas):
+    if isinstance(betas, list) and any(_fits("float", each) and not 0 <= each < 1 for each in betas):
         words = f"optimizer.params.betas is {show(betas)}, each must be from 0 to below 1"
         mend = 'write "betas": [0.9, 0.999], or "auto"'
         yield Raw("wrong-value", ("optimizer", "params", "betas"), words, "the optimizer refuses them", mend)
@@ -553,14 +607,12 @@ _GATHER: Final = (
 def gather(look: Look) -> Iterator[Raw]:
     """Stage 3 without gathering: what Trainer saves is no model."""
     zero = ("zero_optimization",)
-    if look.stage == 3 and all(look.get(*zero, name) in (None, AUTO) for name in _GATHER):
+    values = [look.get(*zero, name) for name in _GATHER if look.has(*zero, name)]
+    if look.stage == 3 and all(value == AUTO for value in values):  # of null `values` tells
         path = (*zero, _GATHER[0]) if look.has(*zero, _GATHER[0]) else zero
         told = "a Trainer saves no weights at the end, only the shards (dstool train sets it to true)"
-        mend = f'add "{_GATHER[0]}": true'
-        unfilled = AUTO in (look.get(*zero, name) for name in _GATHER)
-        state = '"auto", which counts as left out' if unfilled else "left out"
-        words = f"{_GATHER[0]} is {state}"
-        mend = f'set "{_GATHER[0]}": true' if unfilled else mend
+        state = '"auto", which counts as left out' if values else "left out"
+        words, mend = f"{_GATHER[0]} is {state}", put(look, (*zero, _GATHER[0]), "true")
         yield Raw("not-gathered", path, words, told, mend, (), "warning")
 
 
@@ -571,6 +623,7 @@ RULES: Final[tuple[Rule, ...]] = (
     unknown,
     values,
     null_blocks,
+    null_params,
     impossible,
     auto,
     auto_chosen,

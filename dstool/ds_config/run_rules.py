@@ -9,13 +9,14 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from dstool.ds_config import keys, read
 from dstool.ds_config.build import AUTO
-from dstool.ds_config.looks import Look, Machine, Raw, Rule, add, count, first, replace, show
+from dstool.ds_config.looks import Look, Machine, Raw, Rule, add, count, first, put, renamed, replace
+from dstool.ds_config.read import show
 from dstool.ds_config.source import Edit
 from dstool.errors import ConfigError
 
@@ -139,7 +140,7 @@ def _left_out(look: Look, words: str, told: str, *names: str) -> Raw:
     edits = add(look, (), **dict.fromkeys(missing, AUTO))
     for name in names:
         edits += replace(look, (name,), AUTO) if look.has(name) and look.get(name) is None else ()
-    mend = "add " + ", ".join(f'"{name}": "auto"' for name in names)
+    mend = ", ".join(put(look, (name,), '"auto"') for name in names)
     return Raw("left-out", (), words, told, mend, edits, "warning")
 
 
@@ -155,7 +156,7 @@ def batch(look: Look) -> Iterator[Raw]:
     told = "DeepSpeed stops after the model has loaded"
     mend = f'set {_TOTAL} to "auto"'
     ranks = look.around.world_size
-    if ranks is not None:
+    if ranks is not None and ranks > 0:
         try:
             read.fit_batch({_TOTAL: total, _MICRO: micro, _STEPS: steps}, ranks, {})
         except ConfigError as error:
@@ -216,7 +217,7 @@ def optimizer(look: Look) -> Iterator[Raw]:
     name = block.get("type")
     told = "DeepSpeed stops after the model has loaded"
     if name is None:
-        yield Raw("no-type", ("optimizer",), "the optimizer has no type", told, 'add "type": "AdamW"')
+        yield Raw("no-type", ("optimizer",), "the optimizer has no type", told, put(look, _TYPE, '"AdamW"'))
     elif not isinstance(name, str) or name.lower() in _OWN:
         return
     elif name in _CANNOT:
@@ -280,7 +281,7 @@ def replaced(look: Look) -> Iterator[Raw]:
     path = ("zero_optimization", "offload_optimizer", "device")
     words = f"with the optimizer off the device, Adam silently takes the place of train.optim {optim}"
     told = "the run trains with another optimizer than it says"
-    yield Raw("contradiction", path, words, told, 'add "zero_force_ds_cpu_optimizer": false')
+    yield Raw("contradiction", path, words, told, put(look, ("zero_force_ds_cpu_optimizer",), "false"))
 
 
 def lamb(look: Look) -> Iterator[Raw]:
@@ -315,7 +316,8 @@ def amsgrad(look: Look) -> Iterator[Raw]:
     if look.get(*path) is not True or name.lower() not in ("adam", "adamw", "lamb"):
         return
     if name.lower() == "lamb" or not of_torch:
-        mend = "delete it" if name.lower() == "lamb" else 'delete it, or add "torch_adam": true'
+        of_torch_instead = put(look, ("optimizer", "params", "torch_adam"), "true")
+        mend = "delete it" if name.lower() == "lamb" else f"delete it, or {of_torch_instead}"
         words = f"{name} of DeepSpeed does not support amsgrad"
         yield Raw("optimizer-param", path, words, "DeepSpeed stops after the model has loaded", mend)
 
@@ -326,7 +328,7 @@ def untested(look: Look) -> Iterator[Raw]:
     asks = isinstance(name, str) and (name in _TORCH or name.lower() == "lamb")
     if asks and look.stage in (1, 2, 3) and look.get("zero_allow_untested_optimizer") is not True:
         words = f"{name} is untested with ZeRO, which has to be allowed"
-        mend = 'add "zero_allow_untested_optimizer": true'
+        mend = put(look, ("zero_allow_untested_optimizer",), "true")
         yield Raw("untested-optimizer", _TYPE, words, "DeepSpeed stops after the model has loaded", mend)
 
 
@@ -344,33 +346,46 @@ def optimizer_params(look: Look) -> Iterator[Raw]:
     takes = tables.offloaded if look.offloads else tables.takes
     if params.get("torch_adam") is True and known[name.lower()] in ("Adam", "AdamW"):
         takes = takes | _TORCH_ADAM
-    for given in [given for given in params if given not in takes]:
+    meant = _meant(params, takes, _ALIASES)
+    for given in meant:
         path = ("optimizer", "params", given)
         told = "DeepSpeed stops after the model has loaded: unexpected keyword argument"
         if given == "max_grad_norm":
             words, mend = "max_grad_norm is no parameter of an optimizer", "use gradient_clipping"
             yield Raw("optimizer-param", path, words, told, mend)
             continue
-        alias = _ALIASES.get(given)
         where = " off the device" if look.offloads and given in tables.takes else ""
         words = f"{known[name.lower()]}{where} takes no {given}"
-        yield _wrong_param(look, Raw("optimizer-param", path, words, told, "delete it"), takes, alias)
+        yield _wrong_param(look, Raw("optimizer-param", path, words, told, ""), meant, _ALIASES)
 
 
-def _wrong_param(look: Look, raw: Raw, takes: frozenset[str], alias: str | None) -> Raw:
-    """A parameter that is not taken, renamed where its name can only mean one that is."""
+def _meant(
+    params: Mapping[str, Any], takes: frozenset[str], aliases: Mapping[str, str]
+) -> dict[str, str | None]:
+    """The parameters that are not taken, each with the one that it comes near to."""
+    meant = {}
+    for given in [given for given in params if given not in takes]:
+        close = difflib.get_close_matches(given, sorted(takes), 1, cutoff=0.7)
+        alias = aliases.get(given)
+        meant[given] = alias if alias in takes else (close[0] if close else None)
+    return meant
+
+
+def _wrong_param(look: Look, raw: Raw, meant: Mapping[str, str | None], aliases: Mapping[str, str]) -> Raw:
+    """A parameter that is not taken, renamed where its name can only mean one that is, and free."""
     *block, given = raw.at
-    close = difflib.get_close_matches(given, sorted(takes), 1, cutoff=0.7)
-    meant = alias if alias in takes else (close[0] if close else None)
-    if meant is None:
-        return raw
-    problem = f"{raw.problem}, did you mean {meant}?"
-    if meant == "betas":
+    name, mend = meant[given], renamed(look, raw.at, meant)
+    if name is None:
+        return dataclasses.replace(raw, mend=mend)
+    problem = f"{raw.problem}, did you mean {name}?"
+    free = not look.has(*block, name)
+    if name == "betas" and free:
         return dataclasses.replace(raw, problem=problem, mend='write "betas": [0.9, 0.999]')
     edits: tuple[Edit, ...] = ()
-    if meant == alias and not look.has(*block, meant) and raw.at in look.source.places:
-        edits = (look.source.renaming(raw.at, meant),)
-    return dataclasses.replace(raw, problem=problem, mend=f"call it {meant}", edits=edits)
+    alone = list(meant.values()).count(name) == 1
+    if name == aliases.get(given) and free and alone and raw.at in look.source.places:
+        edits = (look.source.renaming(raw.at, name),)
+    return dataclasses.replace(raw, problem=problem, mend=mend, edits=edits)
 
 
 # --- the scheduler -----------------------------------------------------------------------------------------
@@ -385,23 +400,24 @@ _TRAINERS: Final = MappingProxyType(
         "inverse_sqrt": None,
     }
 )
-_TORCH_SCHEDULERS: Final = frozenset(
-    (
-        "ConstantLR",
-        "CosineAnnealingLR",
-        "CosineAnnealingWarmRestarts",
-        "CyclicLR",
-        "ExponentialLR",
-        "LambdaLR",
-        "LinearLR",
-        "MultiStepLR",
-        "MultiplicativeLR",
-        "OneCycleLR",
-        "PolynomialLR",
-        "ReduceLROnPlateau",
-        "SequentialLR",
-        "StepLR",
-    )
+# Those of torch, with what each cannot do without (torch 2.13, torch/optim/lr_scheduler.py).
+_TORCH_SCHEDULERS: Final = MappingProxyType(
+    {
+        "ConstantLR": (),
+        "CosineAnnealingLR": ("T_max",),
+        "CosineAnnealingWarmRestarts": ("T_0",),
+        "CyclicLR": ("base_lr", "max_lr"),
+        "ExponentialLR": ("gamma",),
+        "LambdaLR": ("lr_lambda",),
+        "LinearLR": (),
+        "MultiStepLR": ("milestones",),
+        "MultiplicativeLR": ("lr_lambda",),
+        "OneCycleLR": ("max_lr",),
+        "PolynomialLR": (),
+        "ReduceLROnPlateau": (),
+        "SequentialLR": ("schedulers", "milestones"),
+        "StepLR": ("step_size",),
+    }
 )
 _SCHEDULER_ALIASES: Final = MappingProxyType(
     {
@@ -422,15 +438,11 @@ def scheduler(look: Look) -> Iterator[Raw]:
     name, path = block.get("type"), ("scheduler", "type")
     told = "DeepSpeed stops after the model has loaded"
     if name is None:
-        yield Raw("no-type", ("scheduler",), "the scheduler has no type", told, 'add "type": "WarmupLR"')
+        yield Raw("no-type", ("scheduler",), "the scheduler has no type", told, put(look, path, '"WarmupLR"'))
     elif not isinstance(name, str) or name in keys.schedulers():
         return
-    elif name in _TORCH_SCHEDULERS and look.stage == 0 and not _is_half(look):
-        return  # the optimizer is torch's own there, which torch's schedulers take
     elif name in _TORCH_SCHEDULERS:
-        words = f"{name} is a scheduler of torch, which DeepSpeed cannot build above stage 0 or in 16 bits"
-        mend = "delete the scheduler block and set train.lr_scheduler_type in the run file"
-        yield Raw("scheduler", path, words, told, mend)
+        yield from _of_torch(look, name)
     elif name in _TRAINERS:
         words = f"{name} is a scheduler of Trainer, not of DeepSpeed"
         mend = f"delete the block and set train.lr_scheduler_type {name}"
@@ -446,6 +458,31 @@ def scheduler(look: Look) -> Iterator[Raw]:
         yield Raw("scheduler", path, words, told, mend, edits)
 
 
+def _of_torch(look: Look, name: str) -> Iterator[Raw]:
+    """Where a scheduler of torch cannot be built: on an optimizer of DeepSpeed's, and by JSON alone.
+
+    The sources are runtime/engine.py `_do_optimizer_sanity_check` and `_take_model_step`.
+    """
+    told, needs = _ASSERTS, _TORCH_SCHEDULERS[name]
+    mend = "delete the scheduler block and set train.lr_scheduler_type in the run file"
+    if look.stage != 0 or _is_half(look):
+        words = f"{name} is a scheduler of torch, which DeepSpeed cannot build above stage 0 or in 16 bits"
+    elif {"lr_lambda", "schedulers"} & set(needs):
+        words = f"{name} takes what only Python can write"
+    elif name == "ReduceLROnPlateau":
+        words = f"DeepSpeed gives {name} the batch size for a loss"
+        told = "the learning rate falls to nothing"
+    else:
+        yield from _no_params(look, name, needs)
+        params = look.get("scheduler", "params")
+        block = ("scheduler", "params") if isinstance(params, dict) else ("scheduler",)
+        for each in [each for each in needs if look.get("scheduler", "params", each) is None]:
+            mend = put(look, ("scheduler", "params", each), "...")
+            yield Raw("scheduler-needs", block, f"{name} needs {each}", told, mend)
+        return
+    yield Raw("scheduler", ("scheduler", "type"), words, told, mend)
+
+
 def _is_half(look: Look) -> bool:
     """Whether fp16 or bf16 is on, by the JSON or by the run file where that is asked."""
     train = look.around.train or {}
@@ -458,21 +495,28 @@ def scheduler_params(look: Look) -> Iterator[Raw]:
     name, params = look.get("scheduler", "type"), look.get("scheduler", "params")
     if not isinstance(name, str) or name not in keys.schedulers():
         return
+    yield from _no_params(look, name, keys.schedulers()[name].needs)
     table, given = keys.schedulers()[name], params if isinstance(params, dict) else {}
     told = "DeepSpeed stops after the model has loaded"
-    for each in [each for each in given if each not in table.takes]:
-        path = ("scheduler", "params", each)
-        alias = _SCHEDULER_ALIASES.get(each)
-        raw = Raw("scheduler-param", path, f"{name} takes no {each}", told, "delete it")
-        yield _wrong_param(look, raw, table.takes, alias)
+    meant = _meant(given, table.takes, _SCHEDULER_ALIASES)
+    for each in meant:
+        raw = Raw("scheduler-param", ("scheduler", "params", each), f"{name} takes no {each}", told, "")
+        yield _wrong_param(look, raw, meant, _SCHEDULER_ALIASES)
     for each in sorted(each for each in table.needs if given.get(each) is None):
         block = ("scheduler", "params") if isinstance(params, dict) else ("scheduler",)
         fills = keys.keys()[f"scheduler.params.{each}"].auto == "trainer"
         if any(_SCHEDULER_ALIASES.get(name) == each for name in given):
             continue
         edits = _filled(look, each) if fills else ()
-        mend = f'add "{each}": {chr(34) + AUTO + chr(34) if fills else "a number"}'
+        mend = put(look, ("scheduler", "params", each), f'"{AUTO}"' if fills else "a number")
         yield Raw("scheduler-needs", block, f"{name} needs {each}", told, mend, edits)
+
+
+def _no_params(look: Look, name: str, needs: Collection[str]) -> Iterator[Raw]:
+    """A scheduler without the block of its parameters, which DeepSpeed unpacks unseen (runtime/engine.py)."""
+    if not needs and not look.has("scheduler", "params"):
+        words, edits = f"{name} needs params, which may be empty", add(look, ("scheduler",), params={})
+        yield Raw("scheduler-needs", ("scheduler",), words, _ASSERTS, 'add "params": {}', edits)
 
 
 def _filled(look: Look, name: str) -> tuple[Edit, ...]:

@@ -1,29 +1,24 @@
 """What the check finds in faulty files, what it mends, and that it finds nothing in what `build` writes."""
 
 import dataclasses
+import inspect
 import itertools
 import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from common import AUTO, OWN
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dstool.ds_config import keys, source
+from dstool.ds_config import keys, run_rules, source
 from dstool.ds_config.build import build, dumps
 from dstool.ds_config.check import check, fix, refusal
 from dstool.ds_config.looks import Circumstances, Machine
 from dstool.ds_config.options import Options
 from dstool.errors import ConfigError
 
-AUTO = "auto"
-OWN = {
-    "train_batch_size": AUTO,
-    "train_micro_batch_size_per_gpu": AUTO,
-    "gradient_accumulation_steps": AUTO,
-    "gradient_clipping": AUTO,
-}
 GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
 NOWHERE = Circumstances()
 
@@ -374,7 +369,21 @@ VALUES = [
     zero_case("stage 4", {"stage": 4}, "wrong-value", "stage", "0, 1, 2 or 3"),
     zero_case("stage as text", {"stage": "2"}, "wrong-value", "stage", mended={f"{ZERO}.stage": 2}),
     zero_case("stage true", {"stage": True}, "wrong-value", "stage"),
-    top_case("zero_optimization true", ZERO, True, "wrong-type", "an object"),
+    top_case(
+        "zero_optimization true",
+        ZERO,
+        True,
+        "wrong-type",
+        "an object",
+        mended={f"{ZERO}.stage": 1, ZERO: {"stage": 1}},
+    ),
+    top_case("zero_optimization false", ZERO, False, "wrong-type", mended={ZERO: {"stage": 0}}),
+    case(
+        "zero_optimization true, with a size of its own",
+        text_of(zero_optimization=True, allgather_size=1000),
+        "wrong-type",
+        ZERO,
+    ),
     top_case(
         "C11 bf16 enabled as text", "bf16", {"enabled": "true"}, "wrong-type", mended={"bf16.enabled": True}
     ),
@@ -544,6 +553,51 @@ NULLS += [
         "null-block",
         "timers.throughput",
         mended={"timers.throughput": GONE, "timers": {}},
+    ),
+]
+
+NULLS += [
+    case(
+        f"{name} null",
+        text_of(optimizer=adam(**{name: None})),
+        "null-param",
+        f"optimizer.params.{name}",
+        "is expected",
+        mended={f"optimizer.params.{name}": AUTO},
+    )
+    for name in ("lr", "betas", "eps", "weight_decay")
+]
+NULLS += [
+    case(
+        "momentum null, which no run fills in",
+        text_of(
+            optimizer={"type": "SGD", "params": {"lr": AUTO, "momentum": None}},
+            zero_allow_untested_optimizer=True,
+        ),
+        "null-param",
+        "optimizer.params.momentum",
+    ),
+    case(
+        "bias_correction null",
+        text_of(optimizer=adam(bias_correction=None)),
+        "null-param",
+        "optimizer.params.bias_correction",
+        "counts as false",
+        severity=W,
+    ),
+    case(
+        "warm-up steps null",
+        text_of(scheduler=warm(warmup_num_steps=None)),
+        "null-param",
+        "scheduler.params.warmup_num_steps",
+        mended={"scheduler.params.warmup_num_steps": AUTO},
+    ),
+    case(
+        "total null",
+        text_of(scheduler=warm("WarmupDecayLR", total_num_steps=None)),
+        "scheduler-needs",
+        "scheduler.params",
+        mended={"scheduler.params.total_num_steps": AUTO},
     ),
 ]
 
@@ -847,7 +901,7 @@ OPTIMIZERS = [
     ),
     case(
         "warmuplr in small letters",
-        text_of(scheduler={"type": "warmuplr"}),
+        text_of(scheduler={"type": "warmuplr", "params": {}}),
         "scheduler",
         "scheduler.type",
         "WarmupLR",
@@ -870,6 +924,38 @@ OPTIMIZERS = [
         "scheduler",
         "needs total_num_steps",
         mended={"scheduler.params": {"total_num_steps": AUTO}},
+    ),
+    *(
+        case(
+            f"{name} without params",
+            text_of(scheduler={"type": name}),
+            "scheduler-needs",
+            "scheduler",
+            "needs params",
+            mended={"scheduler.params": {}},
+        )
+        for name in ("WarmupLR", "LRRangeTest")
+    ),
+    case(
+        "ConstantLR without params",
+        text_of(0, scheduler={"type": "ConstantLR"}),
+        "scheduler-needs",
+        "scheduler",
+        mended={"scheduler.params": {}},
+    ),
+    *(
+        case(
+            f"{name} at stage 0",
+            text_of(0, scheduler={"type": name, "params": params}),
+            rule,
+            path,
+            said,
+        )
+        for name, params, rule, path, said in (
+            ("CosineAnnealingLR", {"eta_min": 0.1}, "scheduler-needs", "scheduler.params", "needs T_max"),
+            ("LambdaLR", {"lr_lambda": "x"}, "scheduler", "scheduler.type", "only Python can write"),
+            ("ReduceLROnPlateau", {}, "scheduler", "scheduler.type", "the batch size for a loss"),
+        )
     ),
     case(
         "OneCycle without its top",
@@ -1419,6 +1505,94 @@ def test_a_scheduler_with_null_for_its_parameters_is_refused():
     """The engine unpacks them (deepspeed 0.19.8, runtime/engine.py `_configure_lr_scheduler`)."""
     (one,) = found(text_of(scheduler={"type": "WarmupLR", "params": None}))
     assert (one.rule, one.path) == ("null-block", "scheduler.params")
+
+
+TORCHS = ("Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+NEEDED = {
+    "OneCycle": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "decay_step_size": 1, "decay_lr_rate": 0.1},
+    "WarmupLR": {"warmup_num_steps": 2},
+    "WarmupDecayLR": {"warmup_num_steps": 2, "total_num_steps": 9},
+    "WarmupCosineLR": {"warmup_num_steps": 2, "total_num_steps": 9},
+    "LRRangeTest": {},
+}
+
+
+def steps_with_null(block, name, param):
+    """Whether the optimizer or scheduler of that name takes two steps, or twelve, with `param` as null."""
+    import torch
+    from deepspeed.ops import adam as adams
+    from deepspeed.runtime import lr_schedules
+
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+    weight.grad = torch.ones(3, 3)
+    own = {"AdamW": adams.FusedAdam}
+    try:
+        if block == "optimizer":
+            of_name = own.get(name) or getattr(torch.optim, name)
+            made = of_name([weight], **{"lr": 0.1, param: None})
+        else:
+            optimizer = torch.optim.AdamW([weight], lr=0.1)
+            made = getattr(lr_schedules, name)(optimizer, **{**NEEDED[name], param: None})
+        for _ in range(2 if block == "optimizer" else 12):
+            made.step()
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("block", "name"),
+    [*(("optimizer", name) for name in (*TORCHS, "AdamW")), *(("scheduler", name) for name in NEEDED)],
+)
+def test_a_null_parameter_is_refused_where_it_is_computed_with(block, name):
+    """Against DeepSpeed and torch themselves."""
+    table = keys.optimizers() if block == "optimizer" else keys.schedulers()
+    # Of these, dampening is looked at beside a momentum alone, and the engine takes the last three out.
+    others = {"dampening", "differentiable", "foreach", "torch_adam", "fp32_optimizer_states"}
+    for param in table[name].takes - others:
+        params = {"lr": AUTO, param: None} if block == "optimizer" else {**NEEDED[name], param: None}
+        text = text_of(zero_allow_untested_optimizer=True, **{block: {"type": name, "params": params}})
+        errors = [each for each in found(text) if each.severity == "error"]
+        assert bool(errors) is not steps_with_null(block, name, param), (param, errors)
+
+
+def test_a_null_that_dstool_fills_in_stops_no_run():
+    assert error_of(text_of(optimizer=adam(lr=None))) is None
+    assert error_of(text_of(optimizer=adam(bias_correction=None))) is None
+    lion = {"type": "Lion", "params": {"lr": AUTO, "betas": None}}
+    assert "betas is null" in error_of(text_of(optimizer=lion)).message
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_old_form_of_zero_is_what_a_trainer_cannot_read(on):
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+    assert DeepSpeedConfig({"train_batch_size": 1, ZERO: on}).zero_config.stage == int(on)
+    with pytest.raises(AttributeError):
+        HfDeepSpeedConfig({ZERO: on})
+    assert "bool" not in keys.keys()[ZERO].types
+
+
+def test_a_scheduler_of_torch_needs_what_torch_says():
+    from torch.optim import lr_scheduler
+
+    for name, needs in run_rules._TORCH_SCHEDULERS.items():
+        taken = inspect.signature(getattr(lr_scheduler, name)).parameters.values()
+        assert {each.name for each in taken if each.default is each.empty} == {"optimizer", *needs}
+
+
+def test_a_scheduler_of_torch_is_built_on_an_optimizer_of_torch_alone():
+    """Against DeepSpeed itself: its optimizers in 16 bits, and those of ZeRO, are none of torch's."""
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+    from torch.optim.lr_scheduler import ConstantLR
+
+    for cls in (FP16_Optimizer, FP16_UnfusedOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
+        with pytest.raises(TypeError, match="is not an Optimizer"):
+            ConstantLR(cls.__new__(cls))
 
 
 def test_a_batch_that_fits_is_fine():

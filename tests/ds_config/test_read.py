@@ -101,6 +101,11 @@ def test_a_missing_file_names_the_command_that_writes_one(file):
 def test_a_folder_and_other_encodings(file, tmp_path):
     with pytest.raises(ConfigError, match="a folder, not a JSON file"):
         read(tmp_path)
+    (tmp_path / "my ds").mkdir()
+    file("{}").rename(tmp_path / "my ds" / "a.json")
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path / "my ds")
+    assert caught.value.hint == f"name the file in it: '{tmp_path}/my ds/a.json'"
     with pytest.raises(ConfigError, match=r"^ds_config\.json: not UTF-8 text \(byte 0\)"):
         read(file('{"a": 1}'.encode("utf-16")))
 
@@ -487,11 +492,10 @@ def test_c13_the_triple_is_valid_for_any_world_size(total):
 
 
 def test_c13_agreeing_auto_and_absent_pass():
-    fit_batch({"train_batch_size": "auto"}, 3, {})
-    fit_batch({}, 3, {})
-    fit_batch(
-        {"train_batch_size": 48}, 3, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
-    )
+    agreeing = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
+    assert fit_batch({"train_batch_size": 48}, 3, agreeing) == agreeing
+    for absent in ({"train_batch_size": "auto"}, {}):
+        assert fit_batch(absent, 3, {}) == {}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
@@ -508,3 +512,14 @@ def test_c13_a_pinned_batch_stays_the_same_on_any_number_of_ranks_that_divides_i
 def test_c13_a_pinned_batch_that_the_ranks_cannot_share_is_refused():
     with pytest.raises(ConfigError, match="train_batch_size is 7, which 2 ranks cannot share"):
         fit_batch({"train_batch_size": 7}, 2, {})
+
+
+def test_a_scheduler_without_params_is_given_empty_ones():
+    ds = {"zero_optimization": {"stage": 0}, "scheduler": {"type": "ConstantLR"}}
+    assert reconcile(ds, {}).ds["scheduler"] == {"type": "ConstantLR", "params": {}}
+
+
+def test_the_json_of_another_name_is_written_under_that(file):
+    with pytest.raises(ConfigError) as caught:
+        read(file("{}").with_name("a b.json"))
+    assert caught.value.hint == "dstool init-config -o 'a b.json'"
