@@ -106,7 +106,7 @@ def _files(folder: Path) -> dict[str, int]:
 
 
 def _head(found: ZeroCheckpoint) -> dict[str, Any]:
-    model = layout.read(found.model_files[0])
+    model = found.content(found.model_files[0])
     types = Counter(
         ref.dtype for ref in model["module"].values() if getattr(ref, "dtype", None) in PRECISIONS
     )

@@ -23,7 +23,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -93,11 +93,17 @@ class ZeroCheckpoint:
     """Whether the masters lie whole, each in a file of its own (checkpoint/ds_to_universal.py)."""
     trust: bool = False
     """Whether objects of unknown classes in the files are passed over, and not refused."""
+    contents: Mapping[Path, Mapping[str, Any]] = field(default_factory=dict, repr=False, compare=False)
+    """What the files hold, as far as they were read; of many ranks it takes a while."""
 
     @property
     def folder(self) -> Path:
         """The tag folder."""
         return self.root / self.tag
+
+    def content(self, file: Path) -> Mapping[str, Any]:
+        """What one of the files holds, as `read` gives it."""
+        return self.contents[file] if file in self.contents else read(file, trust=self.trust)
 
     def swap_folder(self, rank: int) -> Path:
         """Where the partitions that `rank` had on NVMe were copied, in the tag folder or the root."""
@@ -337,8 +343,9 @@ class _OptimHead:
 
 def _inspect(root: Path, tag: str, *, trust: bool) -> ZeroCheckpoint:
     files = _sort_names(root, root / tag)
-    models = [_model_head(file, root, trust=trust) for file in files.every_model]
-    optims = [_optim_head(file, trust=trust) for file in files.optims.values()]
+    contents = {file: read(file, trust=trust) for file in (*files.every_model, *files.optims.values())}
+    models = [_model_head(file, root, contents[file]) for file in files.every_model]
+    optims = [_optim_head(file, contents[file]) for file in files.optims.values()]
     sizes = [(head.file, head.world_size) for head in models] + [
         (head.file, head.world_size) for head in optims
     ]
@@ -360,6 +367,7 @@ def _inspect(root: Path, tag: str, *, trust: bool) -> ZeroCheckpoint:
         *(root, tag, stage, world_size, step, models[0].version, model_files, optim_files, nvme),
         universal=universal,
         trust=trust,
+        contents=contents,
     )
     _check_swap_folders(found)
     return found
@@ -542,8 +550,7 @@ def _damaged(file: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{file} {what}", hint=hint)
 
 
-def _model_head(file: Path, root: Path, *, trust: bool) -> _ModelHead:
-    content = read(file, trust=trust)
+def _model_head(file: Path, root: Path, content: Mapping[str, Any]) -> _ModelHead:
     try:
         module, shapes, _, _ = (content[key] for key in _MODEL_KEYS)
         head = _ModelHead(
@@ -566,9 +573,8 @@ def _model_head(file: Path, root: Path, *, trust: bool) -> _ModelHead:
     return head
 
 
-def _optim_head(file: Path, *, trust: bool) -> _OptimHead:
+def _optim_head(file: Path, content: Mapping[str, Any]) -> _OptimHead:
     """What an optimizer file says. `BF16_Optimizer` (runtime/bf16_optimizer.py) is stage 1 and does not."""
-    content = read(file, trust=trust)
     try:
         state = content["optimizer_state_dict"]
         stage = int(state["zero_stage"]) if "zero_stage" in state else 1
