@@ -106,8 +106,12 @@ class ZeroCheckpoint:
         return self.contents[file] if file in self.contents else read(file, trust=self.trust)
 
     def swap_folder(self, rank: int) -> Path:
-        """Where the partitions that `rank` had on NVMe were copied, in the tag folder or the root."""
-        choices = [base / SWAP_FOLDER / f"rank{rank:02d}" for base in (self.folder, self.root)]
+        """Where the partitions that `rank` had on NVMe were copied, in the tag folder or the root.
+
+        DeepSpeed 0.14 to 0.16 gave ranks no folders of their own, and so could save from one rank alone.
+        """
+        bases = [base / SWAP_FOLDER for base in (self.folder, self.root)]
+        choices = [base / f"rank{rank:02d}" for base in bases] + (bases if self.world_size == 1 else [])
         return next((choice for choice in choices if choice.is_dir()), choices[0])
 
 
@@ -558,7 +562,7 @@ def _model_head(file: Path, root: Path, content: Mapping[str, Any]) -> _ModelHea
             int(content["dp_world_size"]),
             int(content["global_steps"]),
             int(content.get("skipped_steps", 0)),
-            str(content.get("ds_version", "unknown")),
+            str(content.get("ds_version", "unknown")).strip(),
             shapes is not None,
             any(getattr(value, "dtype", None) == "BF16" for value in module.values()),
         )
