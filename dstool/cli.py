@@ -658,7 +658,7 @@ def consolidate(
     source = in_run(checkpoint, run_dir) if checkpoint else run_dir
     target = settings.consolidate.output_dir
 
-    def work() -> Any:
+    def work(progress: BytesProgress) -> Any:
         from dstool.consolidate import consolidate as run
 
         return run(
@@ -674,7 +674,7 @@ def consolidate(
             dry_run=dry_run,
             trust_pickle=trust_pickle,
             force=force,
-            progress=BytesProgress(),
+            progress=progress,
         )
 
     title = "Would be consolidated" if dry_run else "Consolidated"
@@ -732,7 +732,7 @@ def merge(
     source = in_run(Path(section.input_dir), run_dir) if section.input_dir else run_dir
     target = Path(section.output_dir)
 
-    def work() -> Any:
+    def work(progress: BytesProgress) -> Any:
         from dstool.merge import merge as run
 
         return run(
@@ -745,7 +745,7 @@ def merge(
             keep_adapter=keep_adapter,
             push_to_hub=push_to_hub,
             force=force,
-            progress=BytesProgress(),
+            progress=progress,
         )
 
     _once(work, "Merged", as_json, lambda result: _infer(result.output_dir) + _with(config))
@@ -827,13 +827,19 @@ def _checkpoint_and_words(given: Sequence[str]) -> tuple[Path | None, list[str]]
     return Path(paths[0]) if paths else None, words
 
 
-def _once(work: Callable[[], Any], title: str, as_json: bool, next_command: Callable[[Any], str]) -> None:
+def _once(
+    work: Callable[[BytesProgress], Any], title: str, as_json: bool, next_command: Callable[[Any], str]
+) -> None:
     """Do `work` in one process, however many ranks were started for it, and show what it returns."""
     out.as_json = as_json
     if log.rank():
         return
-    with out.guard_stdout():
-        result = work()
+    progress = BytesProgress()
+    try:
+        with out.guard_stdout():
+            result = work(progress)
+    finally:
+        progress.close()
     out.result(title, result, next_command=next_command(result))
 
 
