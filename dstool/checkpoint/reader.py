@@ -133,6 +133,10 @@ class Weights(Mapping[str, "torch.Tensor"]):
         """The number of names."""
         return len(self.entries) + len(self.tied)
 
+    def __contains__(self, name: object) -> bool:
+        """Whether there is such a name. That of Mapping would read the tensor to know."""
+        return name in self.entries or name in self.tied
+
     def entry(self, name: str) -> Entry:
         """Where the tensor lies; `KeyError` for a name that is none."""
         return self.entries[self.tied.get(name, name)]
