@@ -465,10 +465,11 @@ def _complete_optims(files: _Files, stage: int, world_size: int, *, bf16: bool) 
 
 def _complete(files: _Files, found: Mapping[int, Path], world_size: int, name: str) -> tuple[Path, ...]:
     """One file for each rank, no more and no less; `name` shows how they are called."""
-    for rank in range(world_size):
-        if rank not in found:
-            absent = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", name)
-            raise _missing(files, absent, f"rank {rank} of {world_size}")
+    if lost := [rank for rank in range(world_size) if rank not in found]:
+        absent = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{lost[0]}", name)
+        more = ", ".join(map(str, lost[1:9])) + (" ..." if len(lost) > 9 else "")
+        also = f"; those of {len(lost) - 1} more as well: {more}" if len(lost) > 1 else ""
+        raise _missing(files, absent, f"rank {lost[0]} of {world_size}{also}")
     if surplus := [file for rank, file in found.items() if rank >= world_size]:
         raise CheckpointError(
             f"{surplus[0]} is there, but the run had only {ranks(world_size)}: two runs are mixed",
