@@ -41,7 +41,7 @@ def write_text(path: Path, text: str) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
+            _chmod(temporary, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -289,7 +289,7 @@ def open_to_umask(*paths: Path) -> None:
     mask = _umask()
     for path in paths:
         with contextlib.suppress(FileNotFoundError):  # of a checkpoint that has been rotated away meanwhile
-            path.chmod(0o666 & ~mask)
+            _chmod(path, 0o666 & ~mask)
 
 
 def typed(path: Path | str) -> str:
@@ -305,10 +305,16 @@ def _settle(folder: Path) -> None:
     mask = _umask()
     for directory, _, names in os.walk(folder):
         for name in names:
-            Path(directory, name).chmod(0o666 & ~mask)
+            _chmod(Path(directory, name), 0o666 & ~mask)
             _sync(Path(directory, name))
-        Path(directory).chmod(0o777 & ~mask)
+        _chmod(Path(directory), 0o777 & ~mask)
         _sync(Path(directory))
+
+
+def _chmod(path: Path, mode: int) -> None:
+    """Set the permissions, where the file system has any: some network and USB disks refuse."""
+    with contextlib.suppress(PermissionError, NotImplementedError):
+        path.chmod(mode)
 
 
 def _sync(path: Path) -> None:
