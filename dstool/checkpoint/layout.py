@@ -131,9 +131,10 @@ def find(path: Path, *, tag: str | None = None, trust: bool = False) -> ZeroChec
     """
     try:
         return _find(path, tag, trust=trust)
-    except PermissionError as error:
+    except OSError as error:  # a folder without rights, or a disk that fails
+        place = error.filename or path
         raise CheckpointError(
-            f"{error.filename} cannot be read: {error.strerror}", hint=f"ls -ld {typed(error.filename)}"
+            f"{place} cannot be read: {error.strerror or error}", hint=f"ls -ld {typed(place)}"
         ) from error
 
 
