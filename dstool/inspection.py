@@ -149,23 +149,29 @@ def _count(entries: Sequence[Entry]) -> Count:
     return Count(len(entries), sum(each.numel for each in entries), sum(each.nbytes for each in entries))
 
 
-def _uses(found: ZeroCheckpoint) -> dict[str, Any]:
-    config = any((folder / "config.json").is_file() for folder in (found.root, found.root.resolve().parent))
-    lacks = [name for name in TRAINERS_FILES if not (found.root / name).is_file()]
-    resumes = f"with {layout.ranks(found.world_size)}; with another number by a universal checkpoint"
-    if found.stage == 0:
-        resumes = "with any number of ranks"
+def _uses(found: ZeroCheckpoint) -> dict[str, str]:
+    plain = "yes: the weights of the model itself, as there are no masters"
     return {
-        "consolidates": "yes"
-        if found.stage
-        else "yes: the weights of the model itself, as there are no masters",
-        "merges": "yes: an adapter, folded into the base model that its adapter_config.json names"
-        if (found.root / ADAPTER_CONFIG).is_file()
-        else "yes"
-        if config
-        else "no: neither it nor the folder above it has a config.json",
-        "resumes": f"no: it has no {lacks[0]}" if lacks else resumes,
+        "consolidates": "yes" if found.stage else plain,
+        "merges": _merges(found),
+        "resumes": _resumes(found),
     }
+
+
+def _merges(found: ZeroCheckpoint) -> str:
+    if (found.root / ADAPTER_CONFIG).is_file():
+        return "yes: an adapter, folded into the base model that its adapter_config.json names"
+    if any((folder / "config.json").is_file() for folder in (found.root, found.root.resolve().parent)):
+        return "yes"
+    return "no: neither it nor the folder above it has a config.json"
+
+
+def _resumes(found: ZeroCheckpoint) -> str:
+    if lacks := [name for name in TRAINERS_FILES if not (found.root / name).is_file()]:
+        return f"no: it has no {lacks[0]}"
+    if found.stage == 0 or found.universal:
+        return "with any number of ranks"
+    return f"with {layout.ranks(found.world_size)}; with another number by a universal checkpoint"
 
 
 def show(result: InspectResult, name: str) -> Iterator[str]:
