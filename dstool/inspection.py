@@ -73,7 +73,8 @@ def inspect(path: Path, *, tag: str | None = None) -> InspectResult:
     """
     root, found, problem = _found(path, tag)
     tags, latest = layout.tags(root)
-    looked_at = found.tag if found else tag or latest
+    given = path.resolve().name if path.resolve().parent == root.resolve() else None
+    looked_at = found.tag if found else tag or given or latest
     files = _files(root / (looked_at or ""))
     base: dict[str, Any] = {
         "checkpoint": root.resolve(),
@@ -149,7 +150,7 @@ def _count(entries: Sequence[Entry]) -> Count:
     return Count(len(entries), sum(each.numel for each in entries), sum(each.nbytes for each in entries))
 
 
-def _uses(found: ZeroCheckpoint) -> dict[str, str]:
+def _uses(found: ZeroCheckpoint) -> dict[str, Any]:
     plain = "yes: the weights of the model itself, as there are no masters"
     return {
         "consolidates": "yes" if found.stage else plain,

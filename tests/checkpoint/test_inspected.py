@@ -67,6 +67,13 @@ def test_a_tag_that_is_asked_for_is_the_one_of_the_next_command(model, here):
     assert (result.tag, result.latest, result.step) == ("global_step7", "global_step9", 7)
     assert result.next == "dstool consolidate checkpoint-9/global_step7"
     assert inspect(Path("checkpoint-9")).next == "dstool consolidate checkpoint-9"
+    Path("checkpoint-9/global_step7/mp_rank_00_model_states.pt").unlink()
+    for found in (
+        inspect(Path("checkpoint-9"), tag="global_step7"),
+        inspect(Path("checkpoint-9/global_step7")),
+    ):
+        assert (found.tag, len(found.files)) == ("global_step7", 2)
+        assert "mp_rank_00_model_states.pt is missing" in str(found.problem)
 
 
 def test_an_adapter_is_merged_into_its_base_model(model, here):
