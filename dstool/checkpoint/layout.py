@@ -428,7 +428,7 @@ def _refuse_foreign(root: Path, folder: Path, kind: str, name: str) -> Checkpoin
     return CheckpointError(
         f"{folder / name} is part of a {kind} checkpoint, which dstool cannot put together",
         hint=f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {typed(folder)} "
-        f"--output_folder {root / (folder.name + '_universal')}",
+        f"--output_folder {typed(root / (folder.name + '_universal'))}",
     )
 
 

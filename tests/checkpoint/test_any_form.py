@@ -59,7 +59,7 @@ def models(draw: st.DrawFn, stage: int) -> Model:
     buffers: State = {}
     for n in range(draw(st.integers(0, 3))):
         buffers[f"buffer.{n}"] = torch.randint(0, 2, draw(shapes())).to(draw(st.sampled_from(OTHERS)))
-    names = [name for group in groups for name in group]
+    names = [*(name for group in groups for name in group), *frozen]
     tied = {f"tied.{n}": draw(st.sampled_from(names)) for n in range(draw(st.integers(0, 2)))}
     model = Model(groups, frozen, buffers, tied, kept)
     if stage in (1, 2) and draw(st.booleans()):
