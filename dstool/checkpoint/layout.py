@@ -274,7 +274,7 @@ def _run_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
 def _given_tag(root: Path, tag: str) -> str:
@@ -283,7 +283,7 @@ def _given_tag(root: Path, tag: str) -> str:
     if tag not in tags:
         raise CheckpointError(
             f"{root} has no tag {tag!r}; there is {', '.join(tags) or 'none'}",
-            hint=f"--tag {tags[-1]}" if tags else "name the checkpoint-N folder that the run wrote",
+            hint=f"--tag {typed(tags[-1])}" if tags else "name the checkpoint-N folder that the run wrote",
         )
     return tag
 

@@ -144,6 +144,15 @@ def test_k26_an_incomplete_newer_checkpoint_is_passed_over(
         newest_complete(run)
 
 
+def test_a_folder_may_have_any_name(run: Path) -> None:
+    (run / "checkpoint-4" / "global_step4").rename(run / "checkpoint-4" / "1² 단계")
+    (run / "checkpoint-4" / "latest").write_text("1² 단계\n", encoding="utf-8")
+    assert find(run / "checkpoint-4").tag == "1² 단계"
+    with pytest.raises(CheckpointError) as caught:
+        find(run / "checkpoint-4", tag="x")
+    assert caught.value.hint == "--tag '1² 단계'"
+
+
 def test_is_zero(run: Path, tmp_path: Path) -> None:
     root = run / "checkpoint-4"
     assert all(map(is_zero, (run, root, root / "global_step4")))
