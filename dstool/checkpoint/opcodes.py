@@ -41,6 +41,7 @@ def _simple() -> re.Pattern[bytes]:
 
 
 _SIMPLE: Final = _simple()
+_NUMBER: Final = re.compile(rb"(\d{1,20})\n")
 
 
 def refuse_bombs(program: bytes) -> None:
@@ -67,12 +68,11 @@ def refuse_bombs(program: bytes) -> None:
 
 def _past_memo(program: bytes, code: bytes, at: int) -> int:
     """The byte after an operation that puts something into the memo at the number that follows."""
+    line = _NUMBER.match(program, at) if code == _PUT else None
     if code == _LONG_BINPUT:
-        end = at + 4
-        number = int.from_bytes(program[at:end], "little")
-    elif code == _PUT:
-        end = program.find(b"\n", at) + 1 or len(program)
-        number = int(program[at:end][:20])
+        end, number = at + 4, int.from_bytes(program[at : at + 4], "little")
+    elif line is not None:
+        end, number = line.end(), int(line[1])
     else:
         raise ValueError(f"its pickle has no operation at byte {at - 1}")
     if number > max(len(program), LARGE_MEMO):
