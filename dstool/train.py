@@ -186,7 +186,7 @@ def _checkpoint_to_resume(
     if (weights := layout.plain_weights(newest)) and not layout.is_zero(source):
         raise CheckpointError(
             f"{newest} holds {weights} and no state of DeepSpeed's (global_step*) to go on from",
-            hint=f"start from the weights: dstool train model.name={files.typed(newest)} train.output_dir=DIR",
+            hint=f"start from them: dstool train model.name={files.typed(newest)} train.output_dir=DIR",
         )
 
     if source.is_dir() and not layout.is_checkpoint(source) and layout.checkpoints(source):
