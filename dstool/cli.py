@@ -403,7 +403,7 @@ def consolidate(
     settings = _settings(config, words, "consolidate", flags)
     section, run_dir = settings.consolidate, Path(settings.train.output_dir)
 
-    def work() -> Any:
+    def work(progress: BytesProgress) -> Any:
         from dstool.consolidate import consolidate as run
 
         return run(
@@ -419,7 +419,7 @@ def consolidate(
             dry_run=dry_run,
             trust_pickle=trust_pickle,
             force=force,
-            progress=BytesProgress(),
+            progress=progress,
         )
 
     title = "Would be consolidated" if dry_run else "Consolidated"
@@ -455,7 +455,7 @@ def merge(
         raise ConfigError("merge needs a place for the model", hint="--output-dir DIR")
     target = Path(section.output_dir)
 
-    def work() -> Any:
+    def work(progress: BytesProgress) -> Any:
         from dstool.merge import merge as run
 
         return run(
@@ -469,7 +469,7 @@ def merge(
             push_to_hub=push_to_hub,
             private=private,
             force=force,
-            progress=BytesProgress(),
+            progress=progress,
         )
 
     _once(work, "Merged", as_json, lambda result: _infer(result.output_dir) + _with(config))
@@ -543,13 +543,19 @@ def _show(result: Any, text: Callable[[], str]) -> None:
         out.text(text())
 
 
-def _once(work: Callable[[], Any], title: str, as_json: bool, next_command: Callable[[Any], str]) -> None:
+def _once(
+    work: Callable[[BytesProgress], Any], title: str, as_json: bool, next_command: Callable[[Any], str]
+) -> None:
     """Do `work` in one process, however many ranks were started for it, and show what it returns."""
     out.as_json = as_json
     if log.rank():
         return
-    with out.guard_stdout():
-        result = work()
+    progress = BytesProgress()
+    try:
+        with out.guard_stdout():
+            result = work(progress)
+    finally:
+        progress.close()
     out.result(title, result, next_command=next_command(result))
 
 

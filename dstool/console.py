@@ -101,6 +101,11 @@ class BytesProgress:
             self._bar.start()
         self._bar.update(self._task, completed=done)
         if done >= total:
+            self.close()
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
             self._bar.stop()
             self._bar = None
 

@@ -1,16 +1,19 @@
 """Files and folders that appear whole or not at all.
 
 Each is made under a temporary name beside its target, flushed to the disk, and renamed. What a
-killed process leaves behind starts with `.tmp-` and is never taken for a result.
+killed process leaves behind starts with `.tmp-` and is never taken for a result; the next that makes the
+same takes it away.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import glob
 import os
 import re
+import secrets
 import shlex
 import shutil
 import socket
@@ -38,7 +41,7 @@ def write_text(path: Path, text: str) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
+            _chmod(temporary, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -158,30 +161,71 @@ def new_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
     Raises:
         ConfigError: `target` exists, is not empty, and `force` is not given; or no folder can be made there.
     """
-    refuse_existing(target, force=force)
     if target.is_dir():
         target = target.resolve()  # what a link points at is filled or replaced, not the link
+    _clear_orphans(target)
+    refuse_existing(target, force=force)
+    unique = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    temporary = target.with_name(f".tmp-{target.name}-{unique}")
     with _parents_of(target):
-        _remove_orphans(target)
-        with _refusals_named(target):
-            prefix = f".tmp-{target.name}-{socket.gethostname()}-{os.getpid()}-"
-            temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
         try:
-            yield temporary
+            with _refusals_named(target):
+                temporary.mkdir(mode=0o700)  # here, as a signal may come at any moment
+            with _locked(temporary):
+                yield temporary
             _settle(temporary)
             _replace(temporary, target)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            _remove(temporary)
             raise
 
 
-def _remove_orphans(target: Path) -> None:
-    """Take away what killed processes of this machine left of `target`, which may be gigabytes."""
+def _clear_orphans(target: Path) -> None:
+    """Take away what killed processes of this machine left of `target`, which may be gigabytes.
+
+    What one of them had moved out of the way comes back, where nothing has taken its place.
+    """
     prefix = f".tmp-{target.name}-{socket.gethostname()}-"
     for path in target.parent.glob(f"{glob.escape(prefix)}*"):
         number = path.name.removeprefix(prefix).partition("-")[0]
-        if number.isdecimal() and not _is_alive(int(number)):
-            shutil.rmtree(path, ignore_errors=True)
+        if not number.isdecimal() or _is_alive(int(number)) or _is_locked(path):
+            continue
+        if path.suffix == _OLD and not target.exists():
+            with contextlib.suppress(OSError):
+                path.rename(target)
+        else:
+            _remove(path)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a lock on `folder`, which the kernel lets go when this process ends, in whatever way.
+
+    Its number alone does not tell: containers that share a host's name have numbers of their own.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _is_alive(process: int) -> bool:
@@ -224,22 +268,47 @@ def _refusals_named(target: Path) -> Iterator[None]:
         ) from error
 
 
+_OLD = ".old"
+"""Follows the temporary name, for what had the target's name."""
+
+
 def _replace(source: Path, target: Path) -> None:
+    """Give `source` the name of `target`, and remove what had it."""
+    if target.is_dir() and not occupied(target):
+        shutil.rmtree(target)
     if not occupied(target):
-        if target.is_dir():
-            shutil.rmtree(target)
         source.rename(target)
+    elif _exchange(source, target):
+        _remove(source)
     else:
-        old = Path(tempfile.mkdtemp(prefix=f".tmp-old-{target.name}-", dir=target.parent))
-        target.rename(old / target.name)
+        old = source.with_name(source.name + _OLD)
+        target.rename(old)
         try:
             source.rename(target)
         except OSError:
-            (old / target.name).rename(target)
+            old.rename(target)
             raise
-        finally:
-            shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
     _sync(target.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names at one moment; False where the system (Linux, glibc 2.28) or the file system cannot."""
+    import ctypes
+
+    at_cwd, rename_exchange = -100, 2  # AT_FDCWD of fcntl.h, RENAME_EXCHANGE of linux/fs.h
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(one), os.fsencode(other)
+    return call is not None and call(at_cwd, names[0], at_cwd, names[1], rename_exchange) == 0
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, file or link, as far as the system lets it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def open_to_umask(*paths: Path) -> None:
@@ -250,7 +319,7 @@ def open_to_umask(*paths: Path) -> None:
     mask = _umask()
     for path in paths:
         with contextlib.suppress(FileNotFoundError):  # of a checkpoint that has been rotated away meanwhile
-            path.chmod(0o666 & ~mask)
+            _chmod(path, 0o666 & ~mask)
 
 
 def option(name: str, value: object = True) -> str:
@@ -272,10 +341,16 @@ def _settle(folder: Path) -> None:
     mask = _umask()
     for directory, _, names in os.walk(folder):
         for name in names:
-            Path(directory, name).chmod(0o666 & ~mask)
+            _chmod(Path(directory, name), 0o666 & ~mask)
             _sync(Path(directory, name))
-        Path(directory).chmod(0o777 & ~mask)
+        _chmod(Path(directory), 0o777 & ~mask)
         _sync(Path(directory))
+
+
+def _chmod(path: Path, mode: int) -> None:
+    """Set the permissions, where the file system has any: some network and USB disks refuse."""
+    with contextlib.suppress(PermissionError, NotImplementedError):
+        path.chmod(mode)
 
 
 def _sync(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 
 from dstool.checkpoint import layout, reader
 from dstool.checkpoint.layout import ZeroCheckpoint
+from dstool.checkpoint.lora import ADAPTER_CONFIG
 from dstool.checkpoint.reader import Entry, Weights
 from dstool.errors import CheckpointError
 from dstool.files import typed
@@ -34,6 +36,8 @@ class InspectResult:
     checkpoint: Path
     tags: tuple[str, ...]
     latest: str | None
+    tag: str | None
+    """The folder that was looked at: of `tags`, the one that was asked for, or `latest`."""
     problem: str | None
     hint: str | None
     stage: int | None = None
@@ -55,6 +59,8 @@ class InspectResult:
     consolidates: str = ""
     merges: str = ""
     resumes: str = ""
+    next: str = ""
+    """What to type next; where there is a problem, the same as `hint`."""
 
 
 def inspect(path: Path, *, tag: str | None = None) -> InspectResult:
@@ -67,13 +73,17 @@ def inspect(path: Path, *, tag: str | None = None) -> InspectResult:
     """
     root, found, problem = _found(path, tag)
     tags, latest = layout.tags(root)
-    files = _files(found.folder if found else root / (tag or latest or ""))
+    given = path.resolve().name if path.resolve().parent == root.resolve() else None
+    looked_at = found.tag if found else tag or given or latest
+    files = _files(root / (looked_at or ""))
     base: dict[str, Any] = {
         "checkpoint": root.resolve(),
         "tags": tags,
         "latest": latest,
+        "tag": looked_at,
         "problem": problem.message if problem else None,
         "hint": problem.hint if problem else None,
+        "next": (problem.hint or "") if problem else "",
         "files": files,
         "bytes": sum(files.values()),
     }
@@ -82,8 +92,11 @@ def inspect(path: Path, *, tag: str | None = None) -> InspectResult:
     try:
         weights = reader.of_checkpoint(found)
     except CheckpointError as error:
-        return InspectResult(**{**base, "problem": error.message, "hint": error.hint}, **_head(found))
-    return InspectResult(**base, **_head(found), **_content(weights), **_uses(found))
+        said = {"problem": error.message, "hint": error.hint, "next": error.hint or ""}
+        return InspectResult(**{**base, **said}, **_head(found))
+    uses = _uses(found)
+    base["next"] = _next(found, latest, merges=uses["merges"].startswith("yes"))
+    return InspectResult(**base, **_head(found), **_content(weights), **uses)
 
 
 def _found(path: Path, tag: str | None) -> tuple[Path, ZeroCheckpoint | None, CheckpointError | None]:
@@ -106,7 +119,7 @@ def _files(folder: Path) -> dict[str, int]:
 
 
 def _head(found: ZeroCheckpoint) -> dict[str, Any]:
-    model = layout.read(found.model_files[0])
+    model = found.content(found.model_files[0])
     types = Counter(
         ref.dtype for ref in model["module"].values() if getattr(ref, "dtype", None) in PRECISIONS
     )
@@ -138,18 +151,28 @@ def _count(entries: Sequence[Entry]) -> Count:
 
 
 def _uses(found: ZeroCheckpoint) -> dict[str, Any]:
-    config = any((folder / "config.json").is_file() for folder in (found.root, found.root.resolve().parent))
-    lacks = [name for name in TRAINERS_FILES if not (found.root / name).is_file()]
-    resumes = f"with {layout.ranks(found.world_size)}; with another number by a universal checkpoint"
-    if found.stage == 0:
-        resumes = "with any number of ranks"
+    plain = "yes: the weights of the model itself, as there are no masters"
     return {
-        "consolidates": "yes"
-        if found.stage
-        else "yes: the weights of the model itself, as there are no masters",
-        "merges": "yes" if config else "no: neither it nor the folder above it has a config.json",
-        "resumes": f"no: it has no {lacks[0]}" if lacks else resumes,
+        "consolidates": "yes" if found.stage else plain,
+        "merges": _merges(found),
+        "resumes": _resumes(found),
     }
+
+
+def _merges(found: ZeroCheckpoint) -> str:
+    if (found.root / ADAPTER_CONFIG).is_file():
+        return "yes: an adapter, folded into the base model that its adapter_config.json names"
+    if any((folder / "config.json").is_file() for folder in (found.root, found.root.resolve().parent)):
+        return "yes"
+    return "no: neither it nor the folder above it has a config.json"
+
+
+def _resumes(found: ZeroCheckpoint) -> str:
+    if lacks := [name for name in TRAINERS_FILES if not (found.root / name).is_file()]:
+        return f"no: it has no {lacks[0]}"
+    if found.stage == 0 or found.universal:
+        return "with any number of ranks"
+    return f"with {layout.ranks(found.world_size)}; with another number by a universal checkpoint"
 
 
 def show(result: InspectResult, name: str) -> Iterator[str]:
@@ -183,7 +206,7 @@ def show(result: InspectResult, name: str) -> Iterator[str]:
             ("merges", result.merges),
             ("resumes", result.resumes),
         ]
-    rows.append(("next", _next(result, name)))
+    rows.append(("next", result.next))
     width = max(len(title) for title, _ in rows)
     yield from (f"  {title:<{width}}  {text}" for title, text in rows if text)
 
@@ -193,9 +216,8 @@ def _tags(result: InspectResult) -> str:
     return ", ".join(shown) or "none"
 
 
-def _next(result: InspectResult, name: str) -> str:
-    if result.problem:
-        return result.hint or ""
-    if result.merges == "yes":
-        return f"dstool merge --input-dir {typed(name)} --output-dir DIR"
-    return f"dstool consolidate {typed(name)}"
+def _next(found: ZeroCheckpoint, latest: str | None, *, merges: bool) -> str:
+    """The command that makes weights of the tag that was looked at, also where that is not the latest."""
+    folder = found.root if found.tag == latest else found.folder
+    name = typed(os.path.relpath(folder) if folder.resolve().is_relative_to(Path.cwd()) else folder)
+    return f"dstool merge --input-dir {name} --output-dir DIR" if merges else f"dstool consolidate {name}"

@@ -191,6 +191,12 @@ def _checkpoint_to_resume(
         return None
     run_dir = Path(config.train.output_dir)
     source = files.in_run(Path(named), run_dir) if isinstance(named, str) else run_dir
+    newest = next(reversed(layout.checkpoints(source)), source)
+    if (weights := layout.plain_weights(newest)) and not layout.is_zero(source):
+        raise CheckpointError(
+            f"{newest} holds {weights} and no state of DeepSpeed's (global_step*) to go on from",
+            hint=f"start from them: dstool train model.name={files.typed(newest)} train.output_dir=DIR",
+        )
 
     if source.is_dir() and not layout.is_checkpoint(source) and layout.checkpoints(source):
         found = layout.newest_complete(source, _check_trainers_files)

@@ -1,6 +1,8 @@
 """Files and folders that appear whole or not at all."""
 
 import os
+import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dstool import files
 from dstool.errors import ConfigError
 from dstool.files import (
     in_run,
@@ -296,6 +299,54 @@ def test_what_a_killed_process_leaves_behind_is_no_result():
     with new_folder(Path("runs/out")) as folder:
         (folder / "x").write_text("2")
     assert tree("runs/out") == {"x": "2"}
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from dstool import files
+def kill(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+{how}
+with files.new_folder(pathlib.Path('out'), force=True) as folder:
+    (folder / 'x').write_text('new')
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "left"),
+    [
+        ("files._remove = kill", "new"),
+        ("files._exchange = lambda *_: False; files._remove = kill", "new"),
+        (
+            "files._exchange = lambda *_: False; rename = pathlib.Path.rename\n"
+            "pathlib.Path.rename = lambda one, to: kill() if to.name == 'out' else rename(one, to)",
+            None,
+        ),
+    ],
+)
+def test_k_what_force_replaces_is_there_in_full_after_kill_9_at_any_moment(how, left):
+    """After the names were swapped at once; and where that is no call, after each of the two renames."""
+    Path("out").mkdir()
+    Path("out/x").write_text("old")
+    done = subprocess.run([sys.executable, "-c", KILLED.format(how=how)], check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert len(list(Path().glob(".tmp-*"))) == (1 if left else 2)
+    assert (Path("out/x").read_text() if left else None) == left
+    with pytest.raises(ConfigError, match="out exists"), new_folder(Path("out")):
+        raise AssertionError("the block must not run")
+    assert tree() == {"out": None, "out/x": left or "old"}
+
+
+def test_a_folder_that_is_being_made_is_no_orphan_whatever_its_number(monkeypatch):
+    """A container of the host's name does not see the processes of another one."""
+    monkeypatch.setattr(files, "_is_alive", lambda _: False)
+    with new_folder(Path("out")) as mine:
+        (mine / "x").write_text("1")
+        with new_folder(Path("out")) as other:
+            (other / "x").write_text("2")
+        assert mine.is_dir()
+        shutil.rmtree("out")
+    assert tree() == {"out": None, "out/x": "1"}
 
 
 def test_a_file_that_is_replaced_keeps_its_rights_and_a_link_to_it_stays(tmp_path):

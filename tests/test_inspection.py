@@ -1,6 +1,7 @@
 """`dstool inspect`: what it says of real checkpoints, whole and broken, in text and as JSON."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,6 @@ def test_it_is_typed_and_the_next_command_can_be(trained, monkeypatch):
 
 @pytest.mark.distributed
 def test_k26_what_is_damaged_is_named_and_the_exit_code_says_so(trained, tmp_path):
-    import shutil
-
     copy = shutil.copytree(trained / "out/checkpoint-1", tmp_path / "체크 포인트/checkpoint-1")
     file = next(copy.glob("global_step1/*rank_1*optim*"))
     file.write_bytes(file.read_bytes()[:1000])
@@ -75,7 +74,7 @@ def test_nothing_of_a_checkpoint_is_an_error(here):
 
 @pytest.mark.distributed
 def test_no_tensor_data_is_read(trained, monkeypatch):
-    """It opens files by `pickles.read` alone, which reads the directory and the pickle."""
+    """It opens each file once, by `pickles.read` alone, which reads the directory and the pickle."""
     opened: list[Path] = []
     before = layout.pickles.read
 
@@ -86,3 +85,4 @@ def test_no_tensor_data_is_read(trained, monkeypatch):
     monkeypatch.setattr(layout.pickles, "read", watched)
     assert inspect(trained / "out").problem is None
     assert {file.suffix for file in opened} == {".pt"}
+    assert len(opened) == len(set(opened)) == 3

@@ -564,10 +564,21 @@ def test_K20_another_stage_cannot_resume(train_here: Callable[..., Any], here: P
         train_here(resume=True, stage=2)
 
 
-def test_K25_there_is_nothing_to_resume_from(train_here: Callable[..., Any]) -> None:
-    train_here(*SHORT)
-    with pytest.raises(CheckpointError):
+@pytest.mark.parametrize("keeps", ["nothing", "the models only"])
+def test_K25_weights_alone_are_no_checkpoint_to_resume_from(
+    keeps: str, train_here: Callable[..., Any], here: Path
+) -> None:
+    train_here(
+        *(SHORT if keeps == "nothing" else (*EVERY_STEP, "train.max_steps=1", "train.save_only_model=true"))
+    )
+    holds = "out" if keeps == "nothing" else "out/checkpoint-1"
+    with pytest.raises(
+        CheckpointError, match=rf"^{holds} holds model\.safetensors and no state of DeepSpeed"
+    ) as caught:
         train_here(resume=True)
+    assert f": dstool train model.name={holds} train.output_dir=DIR" in str(caught.value.hint)
+    with pytest.raises(CheckpointError, match="to go on from"):
+        train_here(f"train.resume_from_checkpoint={holds}")
 
 
 def test_a_run_that_is_there_is_not_touched_without_force(train_here: Callable[..., Any], here: Path) -> None:

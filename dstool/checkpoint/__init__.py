@@ -1,1 +1,5 @@
-"""ZeRO checkpoints: which files make one (`layout`), their weights (`assemble`), writing them (`writer`)."""
+"""ZeRO checkpoints: which files make one (`layout`), their weights (`reader`), writing them (`writer`)."""
+
+from dstool.checkpoint.reader import Weights, load_into, open_checkpoint
+
+__all__ = ["Weights", "load_into", "open_checkpoint"]

@@ -23,7 +23,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -93,15 +93,25 @@ class ZeroCheckpoint:
     """Whether the masters lie whole, each in a file of its own (checkpoint/ds_to_universal.py)."""
     trust: bool = False
     """Whether objects of unknown classes in the files are passed over, and not refused."""
+    contents: Mapping[Path, Mapping[str, Any]] = field(default_factory=dict, repr=False, compare=False)
+    """What the files hold, as far as they were read; of many ranks it takes a while."""
 
     @property
     def folder(self) -> Path:
         """The tag folder."""
         return self.root / self.tag
 
+    def content(self, file: Path) -> Mapping[str, Any]:
+        """What one of the files holds, as `read` gives it."""
+        return self.contents[file] if file in self.contents else read(file, trust=self.trust)
+
     def swap_folder(self, rank: int) -> Path:
-        """Where the partitions that `rank` had on NVMe were copied, in the tag folder or the root."""
-        choices = [base / SWAP_FOLDER / f"rank{rank:02d}" for base in (self.folder, self.root)]
+        """Where the partitions that `rank` had on NVMe were copied, in the tag folder or the root.
+
+        DeepSpeed 0.14 to 0.16 gave ranks no folders of their own, and so could save from one rank alone.
+        """
+        bases = [base / SWAP_FOLDER for base in (self.folder, self.root)]
+        choices = [base / f"rank{rank:02d}" for base in bases] + (bases if self.world_size == 1 else [])
         return next((choice for choice in choices if choice.is_dir()), choices[0])
 
 
@@ -121,9 +131,10 @@ def find(path: Path, *, tag: str | None = None, trust: bool = False) -> ZeroChec
     """
     try:
         return _find(path, tag, trust=trust)
-    except PermissionError as error:
+    except OSError as error:  # a folder without rights, or a disk that fails
+        place = error.filename or path
         raise CheckpointError(
-            f"{error.filename} cannot be read: {error.strerror}", hint=f"ls -ld {typed(error.filename)}"
+            f"{place} cannot be read: {error.strerror or error}", hint=f"ls -ld {typed(place)}"
         ) from error
 
 
@@ -263,7 +274,7 @@ def _run_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
 def _given_tag(root: Path, tag: str) -> str:
@@ -272,7 +283,7 @@ def _given_tag(root: Path, tag: str) -> str:
     if tag not in tags:
         raise CheckpointError(
             f"{root} has no tag {tag!r}; there is {', '.join(tags) or 'none'}",
-            hint=f"--tag {tags[-1]}" if tags else "name the checkpoint-N folder that the run wrote",
+            hint=f"--tag {typed(tags[-1])}" if tags else "name the checkpoint-N folder that the run wrote",
         )
     return tag
 
@@ -337,8 +348,9 @@ class _OptimHead:
 
 def _inspect(root: Path, tag: str, *, trust: bool) -> ZeroCheckpoint:
     files = _sort_names(root, root / tag)
-    models = [_model_head(file, root, trust=trust) for file in files.every_model]
-    optims = [_optim_head(file, trust=trust) for file in files.optims.values()]
+    contents = {file: read(file, trust=trust) for file in (*files.every_model, *files.optims.values())}
+    models = [_model_head(file, root, contents[file]) for file in files.every_model]
+    optims = [_optim_head(file, contents[file]) for file in files.optims.values()]
     sizes = [(head.file, head.world_size) for head in models] + [
         (head.file, head.world_size) for head in optims
     ]
@@ -360,6 +372,7 @@ def _inspect(root: Path, tag: str, *, trust: bool) -> ZeroCheckpoint:
         *(root, tag, stage, world_size, step, models[0].version, model_files, optim_files, nvme),
         universal=universal,
         trust=trust,
+        contents=contents,
     )
     _check_swap_folders(found)
     return found
@@ -415,7 +428,7 @@ def _refuse_foreign(root: Path, folder: Path, kind: str, name: str) -> Checkpoin
     return CheckpointError(
         f"{folder / name} is part of a {kind} checkpoint, which dstool cannot put together",
         hint=f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {typed(folder)} "
-        f"--output_folder {root / (folder.name + '_universal')}",
+        f"--output_folder {typed(root / (folder.name + '_universal'))}",
     )
 
 
@@ -453,10 +466,11 @@ def _complete_optims(files: _Files, stage: int, world_size: int, *, bf16: bool) 
 
 def _complete(files: _Files, found: Mapping[int, Path], world_size: int, name: str) -> tuple[Path, ...]:
     """One file for each rank, no more and no less; `name` shows how they are called."""
-    for rank in range(world_size):
-        if rank not in found:
-            absent = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", name)
-            raise _missing(files, absent, f"rank {rank} of {world_size}")
+    if lost := [rank for rank in range(world_size) if rank not in found]:
+        absent = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{lost[0]}", name)
+        more = ", ".join(map(str, lost[1:9])) + (" ..." if len(lost) > 9 else "")
+        also = f"; those of {len(lost) - 1} more as well: {more}" if len(lost) > 1 else ""
+        raise _missing(files, absent, f"rank {lost[0]} of {world_size}{also}")
     if surplus := [file for rank, file in found.items() if rank >= world_size]:
         raise CheckpointError(
             f"{surplus[0]} is there, but the run had only {ranks(world_size)}: two runs are mixed",
@@ -542,8 +556,7 @@ def _damaged(file: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{file} {what}", hint=hint)
 
 
-def _model_head(file: Path, root: Path, *, trust: bool) -> _ModelHead:
-    content = read(file, trust=trust)
+def _model_head(file: Path, root: Path, content: Mapping[str, Any]) -> _ModelHead:
     try:
         module, shapes, _, _ = (content[key] for key in _MODEL_KEYS)
         head = _ModelHead(
@@ -551,7 +564,7 @@ def _model_head(file: Path, root: Path, *, trust: bool) -> _ModelHead:
             int(content["dp_world_size"]),
             int(content["global_steps"]),
             int(content.get("skipped_steps", 0)),
-            str(content.get("ds_version", "unknown")),
+            str(content.get("ds_version", "unknown")).strip(),
             shapes is not None,
             any(getattr(value, "dtype", None) == "BF16" for value in module.values()),
         )
@@ -566,9 +579,8 @@ def _model_head(file: Path, root: Path, *, trust: bool) -> _ModelHead:
     return head
 
 
-def _optim_head(file: Path, *, trust: bool) -> _OptimHead:
+def _optim_head(file: Path, content: Mapping[str, Any]) -> _OptimHead:
     """What an optimizer file says. `BF16_Optimizer` (runtime/bf16_optimizer.py) is stage 1 and does not."""
-    content = read(file, trust=trust)
     try:
         state = content["optimizer_state_dict"]
         stage = int(state["zero_stage"]) if "zero_stage" in state else 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import pickletools
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from dstool.checkpoint import opcodes
 from dstool.errors import CheckpointError
 
 DType = str
@@ -264,7 +264,7 @@ def read(file: Path, *, trust: bool = False) -> Any:
             raise ValueError("its numbers are big-endian")
         # read whole, and so checked by its CRC, before the unpickler sees any of it
         program = _stored(archive, records, name)
-        _refuse_bombs(program)
+        opcodes.refuse_bombs(program)
         reader = _Reader(io.BytesIO(program), file, raw.fileno(), records, prefix)
         content, problem = None, None
         try:
@@ -306,19 +306,6 @@ def _stored(archive: zipfile.ZipFile, records: Mapping[str, _Record], name: str)
     if info.compress_type != zipfile.ZIP_STORED or info.file_size > archive.start_dir:
         raise ValueError(f"its record {name} is compressed")
     return archive.read(name)
-
-
-def _refuse_bombs(program: bytes) -> None:
-    """Raise `ValueError` for a pickle whose few bytes ask for much memory: a memo, or bytes, of any size.
-
-    The unpickler makes room for what is asked for before it looks whether it is there.
-    """
-    for opcode, argument, _ in pickletools.genops(program):
-        if opcode.name in _MEMO and isinstance(argument, int) and argument > len(program):
-            raise ValueError("its pickle asks for a memo that is larger than itself")
-
-
-_MEMO: Final = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
 
 
 class _Reader(pickle.Unpickler):

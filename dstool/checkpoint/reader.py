@@ -1,6 +1,6 @@
 """Weights on disk as a mapping from name to tensor, in which nothing is read until it is asked for.
 
-    weights = open_checkpoint(Path("checkpoint-100"))
+    weights = open_checkpoint("checkpoint-100")
     weights.entries["lm_head.weight"].shape      # no data is read
     weights["lm_head.weight"]                    # a torch.Tensor
     weights.rows("lm_head.weight", 0, 8)         # the first eight rows of it
@@ -17,7 +17,7 @@ import bisect
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil, prod
 from pathlib import Path
@@ -27,6 +27,7 @@ from dstool.checkpoint import layout, swap
 from dstool.checkpoint.layout import ZeroCheckpoint, fp32_groups_key
 from dstool.checkpoint.pickles import FLOATING, ITEM_SIZES, TORCH_NAMES, DType, Shape, TensorRef
 from dstool.errors import CheckpointError
+from dstool.files import typed
 
 if TYPE_CHECKING:
     import torch
@@ -117,6 +118,12 @@ class Weights(Mapping[str, "torch.Tensor"]):
         product = (up @ down) * entry.added.scaling
         return value.float() + (product.T if entry.added.transposed else product)
 
+    def __repr__(self) -> str:
+        """How many there are, and of what. Reads nothing."""
+        elements = sum(entry.numel for entry in self.entries.values())
+        place = f" of {self.checkpoint.folder}" if self.checkpoint else ""
+        return f"<{len(self.entries)} tensors, {elements:,} elements, {len(self.tied)} tied{place}>"
+
     def __iter__(self) -> Iterator[str]:
         """Every name, those of tied tensors at the end."""
         yield from self.entries
@@ -125,6 +132,10 @@ class Weights(Mapping[str, "torch.Tensor"]):
     def __len__(self) -> int:
         """The number of names."""
         return len(self.entries) + len(self.tied)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is such a name. That of Mapping would read the tensor to know."""
+        return name in self.entries or name in self.tied
 
     def entry(self, name: str) -> Entry:
         """Where the tensor lies; `KeyError` for a name that is none."""
@@ -148,14 +159,36 @@ class Weights(Mapping[str, "torch.Tensor"]):
         buffer = bytearray(sum(piece.length for piece in pieces))
         view, at = memoryview(buffer), 0
         for piece in pieces:
-            with piece.file.open("rb") as stream:
-                stream.seek(piece.offset)
-                if stream.readinto(view[at : at + piece.length]) != piece.length:
-                    raise CheckpointError(f"{piece.file} ends within {entry.name}", hint=MIXED_HINT)
+            _fill(view[at : at + piece.length], piece)
             at += piece.length
         dtype = getattr(torch, TORCH_NAMES[entry.dtype])
         flat = torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
         return flat.as_strided(entry.shape, entry.stride) if entry.stride else flat.view(tuple(shape))
+
+
+def _fill(view: memoryview, piece: Piece) -> None:
+    """Read a piece into memory of its length."""
+    try:
+        with piece.file.open("rb") as stream:
+            stream.seek(piece.offset)
+            found = stream.readinto(view)
+    except OSError as error:
+        raise unreadable(piece.file, error) from error
+    if found != piece.length:
+        raise ends_early(piece.file)
+
+
+def ends_early(file: Path) -> CheckpointError:
+    """The error for a file that has become shorter than it was when its tensors were looked up."""
+    return CheckpointError(f"{file} ends before its tensors do", hint="copy the file again, or take another")
+
+
+def unreadable(file: Path, error: OSError) -> CheckpointError:
+    """The error for a file that the system does not let be read, such as on a bad disk."""
+    return CheckpointError(
+        f"{file} cannot be read: {error.strerror or error}",
+        hint=f"cat {typed(file)} > /dev/null shows whether the disk can; or take an earlier checkpoint",
+    )
 
 
 def cut(pieces: Sequence[Piece], start: int, length: int) -> Iterator[Piece]:
@@ -171,36 +204,48 @@ def cut(pieces: Sequence[Piece], start: int, length: int) -> Iterator[Piece]:
         start, length = 0, length - taken
 
 
-def load_into(model: torch.nn.Module, path: Path) -> None:
-    """Copy the weights of the checkpoint at `path` into `model`, one tensor at a time.
+def load_into(model: torch.nn.Module, path: Path | str) -> None:
+    """Copy the weights of the checkpoint at `path` into `model`, one tensor at a time, in the model's types.
 
     Raises:
-        CheckpointError: no such checkpoint, or one whose names or shapes are not those of the model.
+        CheckpointError: no such checkpoint, or one whose names or shapes are not those of the model, which
+            is then left as it was.
     """
     import torch
 
     weights = open_checkpoint(path)
-    state = model.state_dict()
+    state = {name: each for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)}
+    _check_fits(weights, state, path)
+    with torch.no_grad():
+        for name, target in state.items():
+            target.copy_(weights[name])
+
+
+def _check_fits(weights: Weights, state: Mapping[str, torch.Tensor], path: Path | str) -> None:
+    """Raise `CheckpointError` unless the tensors of a model can take the weights."""
+    hint = "make the model from the config that was trained"
     missing, surplus = sorted(state.keys() - set(weights)), sorted(set(weights) - state.keys())
     if missing or surplus:
         raise CheckpointError(
-            f"{path} does not fit the model: it lacks {missing[:3]} and has {surplus[:3]} besides",
-            hint="make the model from the config that was trained",
+            f"{path} does not fit the model: it lacks {missing[:3]} and has {surplus[:3]} besides", hint=hint
         )
-    with torch.no_grad():
-        for name, target in state.items():
-            if target.shape != weights.entry(name).shape:
-                raise CheckpointError(
-                    f"{path}: {name} is {list(weights.entry(name).shape)}, the model's {list(target.shape)}",
-                    hint="make the model from the config that was trained",
-                )
-            target.copy_(weights[name])
+    for name, target in state.items():
+        if target.shape != weights.entry(name).shape:
+            raise CheckpointError(
+                f"{path}: {name} is {list(weights.entry(name).shape)}, the model's {list(target.shape)}",
+                hint=hint,
+            )
+        if target.is_meta:
+            raise CheckpointError(
+                f"{name} of the model is on the meta device, which holds no data",
+                hint="make the model without torch.device('meta')",
+            )
 
 
 # --- ZeRO checkpoints --------------------------------------------------------------------------------------
 
 
-def open_checkpoint(path: Path, *, tag: str | None = None, trust: bool = False) -> Weights:
+def open_checkpoint(path: Path | str, *, tag: str | None = None, trust: bool = False) -> Weights:
     """The weights of the checkpoint at `path`, of any level that `layout.find` takes: fp32 where it has
     masters.
 
@@ -211,7 +256,7 @@ def open_checkpoint(path: Path, *, tag: str | None = None, trust: bool = False) 
     Raises:
         CheckpointError: nothing there, a file missing or damaged, or parts that do not fit together.
     """
-    return of_checkpoint(layout.find(path, tag=tag, trust=trust))
+    return of_checkpoint(layout.find(Path(path), tag=tag, trust=trust))
 
 
 def of_checkpoint(checkpoint: ZeroCheckpoint) -> Weights:
@@ -235,7 +280,7 @@ def of_checkpoint(checkpoint: ZeroCheckpoint) -> Weights:
 
 
 def _of_checkpoint(checkpoint: ZeroCheckpoint) -> Weights:
-    models = [layout.read(file, trust=checkpoint.trust) for file in checkpoint.model_files]
+    models = [checkpoint.content(file) for file in checkpoint.model_files]
     module = {name: value for name, value in models[0]["module"].items() if isinstance(value, TensorRef)}
     if checkpoint.stage == 0:
         entries = _of_refs(module, models[0])
@@ -253,7 +298,7 @@ def _of_checkpoint(checkpoint: ZeroCheckpoint) -> Weights:
     _check_complete(checkpoint, models[0], module, entries)
     order = (*module, *entries)
     ordered = {name: entries[name] for name in dict.fromkeys(order) if name in entries}
-    return _tied(ordered, models[0]["shared_params"] or {}, checkpoint)
+    return _tied(ordered, models[0]["shared_params"] or {}, replace(checkpoint, contents={}))
 
 
 def _shapes(model: Mapping[str, Any]) -> dict[str, Shape]:
@@ -324,9 +369,7 @@ class _Flat:
 
 def _groups(checkpoint: ZeroCheckpoint) -> tuple[list[list[TensorRef]], Any]:
     """Every rank's flat fp32 groups, and the paddings between parameters (stages 1, 2; may be None)."""
-    states = [
-        layout.read(file, trust=checkpoint.trust)["optimizer_state_dict"] for file in checkpoint.optim_files
-    ]
+    states = [checkpoint.content(file)["optimizer_state_dict"] for file in checkpoint.optim_files]
     key = fp32_groups_key(checkpoint.stage)
     groups: list[list[TensorRef]] = [list(state[key]) for state in states]
     _check_flat(
@@ -615,7 +658,6 @@ def read_bytes(pieces: Iterator[Piece]) -> bytes:
     """The bytes of `pieces`, one after the other."""
     parts = []
     for piece in pieces:
-        with piece.file.open("rb") as stream:
-            stream.seek(piece.offset)
-            parts.append(stream.read(piece.length))
+        parts.append(bytearray(piece.length))
+        _fill(memoryview(parts[-1]), piece)
     return b"".join(parts)

@@ -7,7 +7,6 @@ model.
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ import numpy as np
 
 from dstool.checkpoint.cast import NUMPY_TYPES, cast, not_finite
 from dstool.checkpoint.pickles import ITEM_SIZES, DType
-from dstool.checkpoint.reader import Entry, Piece, cut
+from dstool.checkpoint.reader import Entry, Piece, cut, ends_early, unreadable
 from dstool.errors import CheckpointError
 
 SEGMENT = 64 * 2**20
@@ -128,7 +127,10 @@ class _Files:
             os.close(descriptor)
 
     def source(self, path: Path) -> int:
-        return _opened(self._read, path, os.O_RDONLY)
+        try:
+            return _opened(self._read, path, os.O_RDONLY)
+        except OSError as error:
+            raise unreadable(path, error) from error
 
     def target(self, path: Path) -> int:
         return _opened(self._write, path, os.O_WRONLY)
@@ -194,21 +196,20 @@ def _run(task: _Task, files: _Files) -> None:
         _cast_range(task, files, descriptor)
 
 
-_NO_RANGE_COPY = {errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM}
-
-
 def _copy_range(source: int, target: int, piece: Piece, at: int) -> None:
-    """Copy within the kernel; through this process between file systems that have no such copy."""
+    """Copy within the kernel; through this process where it refuses.
+
+    There may be no such copy between the two file systems; or one of them fails, and it takes a read and a
+    write to know which.
+    """
     offset, left = piece.offset, piece.length
     while left:
         try:
             copied = os.copy_file_range(source, target, left, offset, at)
-        except OSError as error:
-            if error.errno not in _NO_RANGE_COPY:
-                raise
+        except OSError:
             copied = _write(target, _read(source, offset, min(left, CHUNK), piece.file), at)
         if copied == 0:
-            raise _ends_early(piece.file)
+            raise ends_early(piece.file)
         offset, at, left = offset + copied, at + copied, left - copied
 
 
@@ -292,9 +293,12 @@ def _read(descriptor: int, offset: int, size: int, file: Path) -> Any:
 def _read_into(descriptor: int, view: memoryview, offset: int, file: Path) -> None:
     at = 0
     while at < len(view):
-        got = os.preadv(descriptor, [view[at:]], offset + at)
+        try:
+            got = os.preadv(descriptor, [view[at:]], offset + at)
+        except OSError as error:
+            raise unreadable(file, error) from error
         if got == 0:
-            raise _ends_early(file)
+            raise ends_early(file)
         at += got
 
 
@@ -303,10 +307,6 @@ def _write(descriptor: int, data: Any, offset: int) -> int:
     while at < len(view):
         at += os.pwrite(descriptor, view[at:], offset + at)
     return at
-
-
-def _ends_early(file: Path) -> CheckpointError:
-    return CheckpointError(f"{file} ends before its tensors do", hint="copy the file again, or take another")
 
 
 def _too_large(target: Target, chunk: Any, source: DType) -> CheckpointError:

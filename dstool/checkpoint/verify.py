@@ -94,7 +94,7 @@ def _kept_by_the_run(weights: Weights) -> dict[str, Entry]:
     checkpoint = weights.checkpoint
     if checkpoint is None or checkpoint.stage == 0:
         return {}
-    module = layout.read(checkpoint.model_files[0], trust=checkpoint.trust)["module"]
+    module = checkpoint.content(checkpoint.model_files[0])["module"]
     refs = {name: ref for name, ref in module.items() if isinstance(ref, TensorRef) and ref.numel()}
     found = {name: reader.entry_of(name, ref) for name, ref in refs.items()}
     if checkpoint.stage == 3:

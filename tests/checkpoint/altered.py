@@ -16,11 +16,13 @@ JOBS = (
     "z2_bf16",
     "z2_bf16_frozen",
     "z2_fp32",
+    "z2_cpu",
     "z2_adapter",
     "z3_bf16",
     "z3_bf16_frozen",
     "z3_fp32",
     "z3_groups",
+    "z3_cpu",
 )
 
 

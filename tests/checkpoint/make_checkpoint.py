@@ -97,6 +97,8 @@ class Job:
     freeze: bool = False
     saves: tuple[int, ...] = (2,)
     nvme: bool = False
+    cpu: bool = False
+    """Whether the optimizer, and at stage 3 the parameters, are offloaded to the CPU."""
     fp32_gradients: bool = False
     sub_group_size: int = 1_000_000_000
     exclude_frozen: bool = False
@@ -110,11 +112,13 @@ JOBS = {
     "z2_bf16": Job(Llama, 2, saves=(2, 4)),
     "z2_bf16_frozen": Job(Odd, 2, freeze=True),
     "z2_fp32": Job(Odd, 2, bf16=False),
+    "z2_cpu": Job(Odd, 2, freeze=True, cpu=True),
     "z2_adapter": Job(Odd, 2, freeze=True, exclude_frozen=True),
     "z3_bf16": Job(Llama, 3, saves=(2, 4)),
     "z3_bf16_frozen": Job(Odd, 3, freeze=True),
     "z3_fp32": Job(Odd, 3, bf16=False),
     "z3_groups": Job(Odd, 3, sub_group_size=50),
+    "z3_cpu": Job(Odd, 3, freeze=True, cpu=True, sub_group_size=50),
     "z3_nvme": Job(Wide, 3, nvme=True, sub_group_size=1),
 }
 
@@ -127,6 +131,9 @@ def ds_config(job: Job, folder: Path) -> dict[str, Any]:
     if job.nvme:
         swap = {"device": "nvme", "nvme_path": str(folder / "swap"), "pin_memory": False}
         zero |= {"offload_optimizer": swap, "offload_param": swap | {"buffer_size": 2_000_000}}
+    if job.cpu:
+        zero |= {"offload_optimizer": {"device": "cpu"}}
+        zero |= {"offload_param": {"device": "cpu"}} if job.stage == 3 else {}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 1,

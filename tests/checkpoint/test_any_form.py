@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from dstool.checkpoint.reader import Weights, open_checkpoint
 from dstool.consolidate import consolidate
+from dstool.errors import ConfigError
+from dstool.inspection import inspect
 
 STORED: dict[str, torch.dtype | None] = {
     "fp32": torch.float32,
@@ -54,7 +59,7 @@ def models(draw: st.DrawFn, stage: int) -> Model:
     buffers: State = {}
     for n in range(draw(st.integers(0, 3))):
         buffers[f"buffer.{n}"] = torch.randint(0, 2, draw(shapes())).to(draw(st.sampled_from(OTHERS)))
-    names = [name for group in groups for name in group]
+    names = [*(name for group in groups for name in group), *frozen]
     tied = {f"tied.{n}": draw(st.sampled_from(names)) for n in range(draw(st.integers(0, 2)))}
     model = Model(groups, frozen, buffers, tied, kept)
     if stage in (1, 2) and draw(st.booleans()):
@@ -154,3 +159,62 @@ def test_a_dry_run_is_short_for_people_and_whole_in_json(here: Path, command: Ca
     (planned,) = command(*argv, "--json", cwd=here).json()["plan"]
     assert [piece["length"] for piece in planned["pieces"]] == [3000, 3000]
     assert [each.name for each in here.iterdir()] == ["checkpoint-7"]
+
+
+def test_k29_nothing_depends_on_chmod(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network disk that has no permissions."""
+
+    def refuse(self: Path, *_: Any, **__: Any) -> None:
+        raise PermissionError(1, "Operation not permitted", str(self))
+
+    model = Model([{"w": torch.randn(3, 5)}])
+    save(here / "checkpoint-7", model, 2, 2)
+    monkeypatch.setattr(Path, "chmod", refuse)
+    result = consolidate(here / "checkpoint-7", verify=True)
+    assert torch.equal(load_file(result.output_dir / "model.safetensors")["w"], model.trained["w"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a disk read-only")
+def test_k29_a_checkpoint_on_a_disk_that_is_read_only(here: Path) -> None:
+    disk = here / "disk"
+    model = Model([{"w": torch.randn(3, 5)}])
+    root = save(disk / "checkpoint-7", model, 3, 2)
+    for argv in (["--bind", str(disk), str(disk)], ["-o", "remount,bind,ro", str(disk)]):
+        if subprocess.run(["mount", *argv], check=False, capture_output=True).returncode:
+            pytest.skip("no disk can be mounted here")
+    try:
+        assert inspect(root).problem is None
+        result = consolidate(root, here / "out", verify=True)
+        assert torch.equal(load_file(result.output_dir / "model.safetensors")["w"], model.trained["w"])
+        with pytest.raises(ConfigError, match="Read-only file system"):
+            consolidate(root)
+    finally:
+        subprocess.run(["umount", str(disk)], check=False)
+
+
+@pytest.mark.parametrize("engine", ["stream", "deepspeed"])
+def test_k17_the_script_that_lies_in_the_checkpoint_is_not_run(
+    engine: Any, here: Path, command: Callable[..., Any]
+) -> None:
+    root = save(here / "checkpoint-7", Model([{"w": torch.ones(3, 5)}]), 2, 2)
+    for folder in (root, root / "global_step7", here):
+        (folder / "zero_to_fp32.py").write_text(
+            f"open({str(here / 'sprung')!r}, 'w')\nraise SystemExit('run')\n"
+        )
+    argv = ("dstool", "consolidate", "checkpoint-7", "--engine", engine, "--json")
+    found = command(*argv, cwd=here, env={"PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"}).json()
+    assert found["files"] == ["model.safetensors"]
+    assert not (here / "sprung").exists()
+
+
+def test_m10_bin_files_and_shards_are_of_our_own_writer(here: Path) -> None:
+    """Transformers 5 writes no .bin files, and shards of 50 GB."""
+    model = Model([{f"w{n}": torch.randn(500, 4) for n in range(4)}])
+    root = save(here / "checkpoint-7", model, 3, 2)
+    result = consolidate(root, here / "out", file_format="bin", max_shard_size="10KB")
+    assert len(result.files) == 5
+    assert all(
+        torch.equal(value, model.trained[name])
+        for name, value in read_back(here / "out", result.files).items()
+    )
+    assert signature(consolidate).parameters["max_shard_size"].default == "5GB"

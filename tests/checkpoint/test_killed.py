@@ -142,6 +142,26 @@ def test_memory_does_not_grow_with_the_model(large: tuple[Path, torch.Tensor], t
         assert 10e6 < peak < 100e6
 
 
+def test_a_copy_that_fails_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    """The bar has been shown when the last number turns out to be too large for fp16."""
+    weight = torch.zeros(8_000_000)
+    weight[-1] = 1e30
+    root = save(tmp_path / "checkpoint-7", Model([{"small": torch.ones(3), "w": weight}]), 2, 1)
+    mine, its = os.openpty()
+    argv = [*COMMAND, str(root), "-o", str(tmp_path / "out"), "--dtype", "fp16"]
+    with subprocess.Popen(argv, cwd=tmp_path, stdout=its, stderr=its) as process:
+        os.close(its)
+        shown = b""
+        with contextlib.suppress(OSError):  # as Linux says that nobody writes any more
+            while part := os.read(mine, 4096):
+                shown += part
+    os.close(mine)
+    assert process.returncode == 3
+    assert b"w holds 1e+30, which float16 cannot" in shown
+    hidden, back = shown.rfind(b"\x1b[?25l"), shown.rfind(b"\x1b[?25h")
+    assert 0 <= hidden < back < shown.index(b"error: "), "the cursor is there again before the error"
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 1 MB."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -141,6 +142,15 @@ def test_k26_an_incomplete_newer_checkpoint_is_passed_over(
     (run / "checkpoint-4" / "latest").unlink()
     with pytest.raises(CheckpointError, match=lost.name):
         newest_complete(run)
+
+
+def test_a_folder_may_have_any_name(run: Path) -> None:
+    (run / "checkpoint-4" / "global_step4").rename(run / "checkpoint-4" / "1² 단계")
+    (run / "checkpoint-4" / "latest").write_text("1² 단계\n", encoding="utf-8")
+    assert find(run / "checkpoint-4").tag == "1² 단계"
+    with pytest.raises(CheckpointError) as caught:
+        find(run / "checkpoint-4", tag="x")
+    assert caught.value.hint == "--tag '1² 단계'"
 
 
 def test_is_zero(run: Path, tmp_path: Path) -> None:
@@ -282,6 +292,14 @@ def test_k23_other_kinds_are_refused_by_name(run: Path, name: str, kind: str) ->
     assert f"{folder / name} is part of a {kind} checkpoint" in error.message
     assert error.hint is not None
     assert f"deepspeed.checkpoint.ds_to_universal --input_folder {folder}" in error.hint
+
+
+def test_k23_the_command_of_the_hint_works_in_a_folder_with_spaces(run: Path) -> None:
+    root = run.rename(run.with_name("체크 포인트")) / "checkpoint-4"
+    (root / "global_step4" / "expp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")
+    words = shlex.split(str(refusal(root).hint))
+    given, made = words[words.index("--input_folder") + 1], words[words.index("--output_folder") + 1]
+    assert (Path(given), Path(made)) == (root / "global_step4", root / "global_step4_universal")
 
 
 def test_k23_tensor_parallel_by_its_content(run: Path) -> None:

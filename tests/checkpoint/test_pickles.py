@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from altered import edit
+from by_hand import Model, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -152,3 +154,22 @@ def test_pickle_protocols(tmp_path: Path) -> None:
         content = layout.read(file)
         assert content["n"] == [1, {"a": (2, 3)}]
         assert content["w"].shape == (2,)
+
+
+def test_k17_the_objects_that_an_fp16_run_saves_need_no_trust(tmp_path: Path) -> None:
+    """Those of DeepSpeed's that only such a run has, which no CPU can make."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    scaler = DynamicLossScaler(2**16, 1000, 1.0, 2, False, dtype=torch.float16)
+    more = {
+        "loss_scaler": scaler,
+        "zero_stage": ZeroStageEnum.gradients,
+        "param_slice_mappings": [{"w": fragment_address(numel=7, start=0)}],
+    }
+    model = Model([{"w": torch.randn(5, 3)}], kept=torch.float16)
+    root = save(tmp_path / "checkpoint-7", model, 2, 2)
+    for file in root.glob("*/*_optim_states.pt"):
+        edit(file, lambda content: content["optimizer_state_dict"].update(more))
+    assert torch.equal(reader.open_checkpoint(root)["w"], model.trained["w"])

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from altered import JOBS, edit, hand_made
+from safetensors.torch import load_file
 
 from dstool.checkpoint import assemble
 from dstool.checkpoint.layout import ZeroCheckpoint, find
 from dstool.checkpoint.reader import load_into, of_checkpoint, open_checkpoint
+from dstool.consolidate import consolidate
 from dstool.errors import CheckpointError
 
 ALL = [*((job, 2) for job in JOBS if job != "z2_adapter"), ("z2_bf16", 4), ("z3_bf16", 4)]
@@ -124,11 +126,15 @@ def test_k16_equals_what_zero_to_fp32_makes(made: Path, job: str) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("job", ["z1_bf16_frozen", "z2_bf16_frozen", "z3_bf16_frozen"])
-def test_k13_frozen_weights_are_there_and_fp32(made: Path, job: str) -> None:
-    found = gathered(find(made / job / "checkpoint-2"))
-    assert found["frozen.weight"].dtype == torch.float32
-    assert torch.equal(found["frozen.weight"], found["frozen.weight"].bfloat16().float())
-    assert not torch.equal(found["up.weight"], found["up.weight"].bfloat16().float())
+def test_k13_frozen_weights_are_there_and_written_in_one_type(made: Path, job: str, tmp_path: Path) -> None:
+    found = open_checkpoint(made / job)
+    assert (found["frozen.weight"].dtype, found["up.weight"].dtype) == (torch.bfloat16, torch.float32)
+    for dtype, stored in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        consolidate(made / job, tmp_path / dtype, dtype=dtype)  # type: ignore[arg-type]
+        written = load_file(tmp_path / dtype / "model.safetensors")
+        floats = {name: value for name, value in written.items() if value.is_floating_point()}
+        assert {value.dtype for value in floats.values()} == {stored}
+        assert torch.equal(floats["frozen.weight"], found["frozen.weight"].to(stored))
 
 
 @pytest.mark.distributed
