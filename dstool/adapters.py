@@ -21,8 +21,8 @@ from transformers.pytorch_utils import Conv1D
 from dstool import models, preflight
 from dstool.checkpoint import reader
 from dstool.checkpoint.cast import NUMPY_TYPES
-from dstool.checkpoint.lora import PREFIX, UNMERGED_HINT, Adapter
-from dstool.checkpoint.reader import Entry, LowRank, Weights
+from dstool.checkpoint.lora import PREFIX, Adapter, Update, unmerged
+from dstool.checkpoint.reader import Entry, LowRank, Rows, Weights
 from dstool.config import Task
 from dstool.errors import ModelError
 
@@ -108,7 +108,7 @@ def model_of(home: Path, base: Path, adapter: Adapter) -> tuple[models.ModelFold
     model = models.meta_model(folder)
     table = model.get_input_embeddings()
     name = next((name for name, module in model.named_modules() if module is table), None)
-    rows = adapter.replaced.get(f"{name}.weight")
+    rows = {**adapter.beneath, **adapter.replaced}.get(f"{name}.weight")
     text = folder.config.get_text_config()
     if rows is not None and rows.shape[0] != text.vocab_size:
         logger.info("the adapter has a vocabulary of %d, the base one of %d", rows.shape[0], text.vocab_size)
@@ -153,29 +153,52 @@ def fold(base: Path, adapter: Adapter, folder: models.ModelFolder) -> tuple[Weig
         )
     model = models.meta_model(folder)
     same_kind = config.get("architectures") == folder.config.architectures
-    result = _by_model_names(models.read_weights(base), model, keep_all=same_kind)
+    renamed = _renaming(model)
+    result = _by_model_names(models.read_weights(base), model, renamed, keep_all=same_kind)
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    _lay_beneath(result, tied, adapter)
     _part(result, tied, adapter)
     known = model.state_dict()
     for name, entry in adapter.replaced.items():
-        if name not in known:
+        if (mapped := renamed(name) or name) not in known:
             raise _no_fit(adapter, base, f"{name} is no weight of {type(model).__name__}")
-        result[name] = entry
-    for module in adapter.updates:
-        name = f"{module}.weight"
-        result[name] = _sum(result.get(name), module, adapter, base, model)
+        result[mapped] = replace(entry, name=mapped)
+    for module, update in adapter.updates().items():
+        _add(result, renamed(f"{module}.weight") or f"{module}.weight", module, update, adapter, base, model)
+    for module, (indices, values) in adapter.tokens().items():
+        _put_rows(result, f"{module}.weight", indices, values, adapter, base)
+    for name, entry in result.items():
+        if name in known and entry.shape != tuple(known[name].shape):
+            raise _no_fit(
+                adapter,
+                base,
+                f"{name} is of shape {list(entry.shape)} and would have to be {list(known[name].shape)}",
+            )
     weights = Weights(result)
     parted = any(a in result and b in result and not reader.same(weights, a, b) for a, b in tied.items())
     return weights, {"tie_word_embeddings": False} if parted else {}
 
 
+def _lay_beneath(result: dict[str, Entry], tied: Mapping[str, str], adapter: Adapter) -> None:
+    """Take what the base was beneath the adapter, such as an embedding that was resized before the training."""
+    for name, entry in adapter.beneath.items():
+        result[name] = entry
+        for one, other in tied.items():
+            if name in (one, other) and not {one, other} <= adapter.beneath.keys():
+                result.pop(other if name == one else one, None)
+
+
 def _part(result: dict[str, Entry], tied: Mapping[str, str], adapter: Adapter) -> None:
-    """Give each of two tied weights its own entry where the adapter changes one of them, or both."""
-    touched = {*adapter.replaced, *(f"{module}.weight" for module in adapter.updates)}
+    """Give each of two tied weights its own entry where the adapter changes one of them, or both.
+
+    Trained rows of the one are also the other's, as in peft (utils/other.py `set_additional_trainable_modules`).
+    """
+    touched = {*adapter.replaced, *(f"{module}.weight" for module in adapter.parts)}
+    shared = {f"{module}.weight" for module in adapter.tokens()}
     for name, source in tied.items():
         if not touched & {name, source}:
             continue
-        if adapter.settings.get("ensure_weight_tying") and name not in touched:
+        if name not in touched and (source in shared or adapter.settings.get("ensure_weight_tying")):
             result.pop(name, None)
             continue
         for one, other in ((name, source), (source, name)):
@@ -183,31 +206,74 @@ def _part(result: dict[str, Entry], tied: Mapping[str, str], adapter: Adapter) -
                 result[one] = replace(result[other], name=one)
 
 
-def _sum(entry: Entry | None, module: str, adapter: Adapter, base: Path, model: Any) -> Entry:
-    update = adapter.updates[module]
+def _add(
+    result: dict[str, Entry],
+    name: str,
+    module: str,
+    update: Update,
+    adapter: Adapter,
+    base: Path,
+    model: Any,
+) -> None:
+    """Put the sum of a weight and of its update, and that of a bias, into `result`."""
     try:
-        layer = model.get_submodule(module)
-    except AttributeError:
-        raise _no_fit(adapter, base, f"{type(model).__name__} has no {module}") from None
-    if not isinstance(layer, torch.nn.Linear | torch.nn.Embedding | Conv1D):
-        raise ModelError(
-            f"{adapter.folder}: {module} is a {type(layer).__name__}, which dstool adds no adapter to",
-            hint=UNMERGED_HINT,
-        )
-    transposed = update.embedding or isinstance(layer, Conv1D)
+        layer = model.get_submodule(name.removesuffix(".weight"))
+    except AttributeError:  # one that Transformers makes into another on loading: a file has it as it was
+        layer = None
+        if name not in result:
+            raise _no_fit(adapter, base, f"{type(model).__name__} has no {module}") from None
+    plain = layer is None or adapter.is_parameter(module) or name != f"{module}.weight"
+    if not plain and not isinstance(layer, torch.nn.Linear | torch.nn.Embedding | Conv1D):
+        raise unmerged(adapter, f"has an adapter of {module}, a {type(layer).__name__}")
+    transposed = not adapter.is_parameter(module) and (update.embedding or isinstance(layer, Conv1D))
+    if transposed and update.magnitude is not None:
+        raise unmerged(adapter, f"is made with use_dora for {module}, a {type(layer).__name__}")
     shape = (update.up.shape[0], update.down.shape[1])
-    if entry is None:
-        raise _no_fit(adapter, base, f"the base has no {module}.weight")
-    if entry.shape != (shape[::-1] if transposed else shape):
+    entry = _changeable(result, name, shape[::-1] if transposed else shape, adapter, base)
+    change = LowRank(update.up, update.down, adapter.scaling(module), transposed, update.magnitude)
+    result[name] = replace(entry, change=change)
+    if update.bias is not None:
+        bias = f"{name.removesuffix('.weight')}.bias"
+        entry = _changeable(result, bias, update.bias.shape, adapter, base)
+        result[bias] = replace(entry, change=LowRank(update.bias, None, adapter.scaling(module)))
+
+
+def _put_rows(
+    result: dict[str, Entry],
+    name: str,
+    indices: tuple[int, ...],
+    values: Entry,
+    adapter: Adapter,
+    base: Path,
+) -> None:
+    """Put a weight of which some rows were trained into `result`."""
+    shape = (result[name].shape[0] if name in result else 0, *values.shape[1:])
+    entry = _changeable(result, name, shape, adapter, base)
+    if len(indices) != values.shape[0] or not all(0 <= index < shape[0] for index in indices):
         raise _no_fit(
-            adapter, base, f"{module}.weight is of shape {list(entry.shape)}, the adapter of {list(shape)}"
+            adapter,
+            base,
+            f"its {values.shape[0]} trained rows of {name} ({shape[0]} rows) are those of "
+            f"trainable_token_indices {list(indices)[:5]}",
         )
+    result[name] = replace(entry, change=Rows(indices, values))
+
+
+def _changeable(
+    result: Mapping[str, Entry], name: str, shape: tuple[int, ...], adapter: Adapter, base: Path
+) -> Entry:
+    """The base's entry of `name`, which has `shape` and whose values can be computed with."""
+    entry = result.get(name)
+    if entry is None:
+        raise _no_fit(adapter, base, f"the base has no {name}")
+    if entry.shape != shape:
+        raise _no_fit(adapter, base, f"{name} is of shape {list(entry.shape)}, the adapter of {list(shape)}")
     if entry.dtype not in NUMPY_TYPES or entry.stride is not None:
         raise ModelError(
-            f"{base}: {module}.weight is stored in a form ({entry.dtype}) that no adapter can be added to",
+            f"{base}: {name} is stored in a form ({entry.dtype}) that no adapter can be added to",
             hint="--base-model FOLDER_OR_NAME of the same model in 16 or 32 bits",
         )
-    return replace(entry, added=LowRank(update.up, update.down, adapter.scaling(module), transposed))
+    return entry
 
 
 def _no_fit(adapter: Adapter, base: Path, why: str) -> ModelError:
@@ -217,13 +283,15 @@ def _no_fit(adapter: Adapter, base: Path, why: str) -> ModelError:
     )
 
 
-def _by_model_names(weights: Weights, model: Any, *, keep_all: bool) -> dict[str, Entry]:
+def _by_model_names(
+    weights: Weights, model: Any, renamed: Callable[[str], str | None], *, keep_all: bool
+) -> dict[str, Entry]:
     """The entries of the base by the names that the whole model has for them.
 
     A base without a head has them without the model's prefix, and older files have older names. What the
     model has no place for, such as the head of another task, is left out unless `keep_all`.
     """
-    known, renamed = model.state_dict(), _renaming(model)
+    known = model.state_dict()
     found: dict[str, Entry] = {}
     for name in weights:
         entry = weights.entry(name)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-import safetensors.torch
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
@@ -292,7 +291,7 @@ def _mend_generation_config(model: Any) -> None:
 
 # --- LoRA ------------------------------------------------------------------------------------------
 
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _TASK_TYPES: Mapping[Task, str] = {"text-classification": "SEQ_CLS", "causal-lm": "CAUSAL_LM"}
 _SHOWN_MODULES = 12
 
@@ -349,13 +348,26 @@ def is_adapter(path: Path) -> bool:
     return (path / ADAPTER_CONFIG).is_file() and not has_weights(path)
 
 
+def read_adapter(path: Path) -> Weights:
+    """Where every tensor of the adapter in `path` lies, by name.
+
+    Raises:
+        ModelError: it is not there, or cannot be read.
+    """
+    if layout.adapter_file(path) is None:
+        raise ModelError(
+            f"{path} has {ADAPTER_CONFIG} and no {layout.ADAPTER_FILES[0]}", hint="copy the adapter again"
+        )
+    return read_weights(path)
+
+
 def _load_adapter(folder: ModelFolder, dtype: torch.dtype) -> Any:
     """The base model that the adapter in `folder` names, with the adapter added to its weights."""
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 
     with _one_line(str(folder.path), "adapter"):
         base = PeftConfig.from_pretrained(folder.path).base_model_name_or_path
-        held = set(safetensors.torch.load_file(folder.path / ADAPTER))
+        held = set(read_adapter(folder.path))
     with _one_line(str(base), "base model"):
         plain = folder.auto_class().from_pretrained(
             base, config=folder.config, dtype=dtype, ignore_mismatched_sizes=True
@@ -675,8 +687,8 @@ def weight_files(path: Path) -> list[Path]:
                     f"{path / lost[0]} is missing, and {index.name} names it", hint="copy the folder again"
                 )
             return [path / shard for shard in names]
-    if (path / ADAPTER).is_file():
-        return [path / ADAPTER]
+    if adapter := layout.adapter_file(path):
+        return [adapter]
     raise ModelError(f"{path} holds no weights", hint="name a folder with model.safetensors, or a checkpoint")
 
 

@@ -49,12 +49,27 @@ class Piece:
 
 @dataclass(frozen=True)
 class LowRank:
-    """A product that is added to a weight: `scaling` times `up` [m, r] @ `down` [r, n], or its transpose."""
+    """A product that is added to a weight: `scaling` times `up` [m, r] @ `down` [r, n], or its transpose.
+
+    Without `down` it is `up` alone. With `magnitude` [m] each row of the sum is then given that length (DoRA).
+    """
 
     up: Entry
-    down: Entry
+    down: Entry | None
     scaling: float
     transposed: bool = False
+    magnitude: Entry | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a weight that are others than those that lie there: `values` [n, ...], at `indices`."""
+
+    indices: tuple[int, ...]
+    values: Entry
+
+
+Change = LowRank | Rows
 
 
 @dataclass(frozen=True)
@@ -62,7 +77,7 @@ class Entry:
     """A tensor as it lies on disk: the bytes of `pieces`, one after the other, are its elements in order.
 
     `stride`, in elements, is there for the rare tensor whose elements lie in another order in its one piece.
-    `added` makes it a sum, which is computed in fp32 as it is read, and rounded once.
+    `change` makes another of it, which is computed in fp32 as it is read, and rounded once.
     """
 
     name: str
@@ -71,7 +86,7 @@ class Entry:
     pieces: tuple[Piece, ...]
     kind: Kind = "trained"
     stride: tuple[int, ...] | None = None
-    added: LowRank | None = None
+    change: Change | None = None
 
     @property
     def numel(self) -> int:
@@ -106,16 +121,20 @@ class Weights(Mapping[str, "torch.Tensor"]):
         self.checkpoint = checkpoint
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The tensor, read now. In the type that it is stored in; a sum in fp32."""
+        """The tensor, read now. In the type that it is stored in; a changed one in fp32."""
+        import torch
+
+        from dstool.checkpoint import sums
+
         entry = self.entry(name)
         value = self._read(entry, entry.shape, entry.pieces)
-        if entry.added is None:
+        if entry.change is None:
             return value
-        up, down = (
-            self._read(part, part.shape, part.pieces).float() for part in (entry.added.up, entry.added.down)
+        change = sums.changing(
+            entry.change, lambda part: self._read(part, part.shape, part.pieces).float().numpy()
         )
-        product = (up @ down) * entry.added.scaling
-        return value.float() + (product.T if entry.added.transposed else product)
+        rows = value.float().reshape(entry.shape[0], -1)
+        return torch.from_numpy(change(rows.numpy(), 0)).reshape(entry.shape)
 
     def __iter__(self) -> Iterator[str]:
         """Every name, those of tied tensors at the end."""
@@ -137,7 +156,7 @@ class Weights(Mapping[str, "torch.Tensor"]):
             raise IndexError(f"{name} has no rows")
         start, stop, _ = slice(start, stop).indices(entry.shape[0])
         shape = (max(0, stop - start), *entry.shape[1:])
-        if entry.stride is not None or entry.added is not None:
+        if entry.stride is not None or entry.change is not None:
             return self[name][start:stop]
         row = prod(entry.shape[1:]) * ITEM_SIZES[entry.dtype]
         return self._read(entry, shape, tuple(cut(entry.pieces, start * row, shape[0] * row)))
@@ -492,7 +511,7 @@ def _tied(entries: dict[str, Entry], shared: Mapping[str, str], checkpoint: Zero
         if name in tied:
             del entries[name]
             continue
-        key = (entry.pieces, entry.dtype, entry.shape, entry.stride, entry.added)
+        key = (entry.pieces, entry.dtype, entry.shape, entry.stride, entry.change)
         if entry.pieces and key in first:
             tied[name] = first[key]
             del entries[name]
@@ -598,7 +617,7 @@ def same(weights: Weights, name: str, other: str) -> bool:
     if other not in weights:
         return False
     one, two = weights.entry(name), weights.entry(other)
-    if one.added != two.added:
+    if one.change != two.change:
         return False
     if one == two or (one.pieces, one.dtype, one.shape) == (two.pieces, two.dtype, two.shape):
         return True
