@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ logger = logging.getLogger("dstool.adapters")
 
 _TASKS: Mapping[str, Task] = {"SEQ_CLS": "text-classification", "CAUSAL_LM": "causal-lm"}
 _HEADS = ("score.weight", "classifier.weight", "classifier.out_proj.weight")
+_LAYERS = (torch.nn.Linear, torch.nn.Embedding, Conv1D)
 _BASE_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
 
 
@@ -143,7 +145,7 @@ def fold(base: Path, adapter: Adapter, folder: models.ModelFolder) -> tuple[Weig
     written. Where only one of two tied weights has an adapter, they are tied no longer.
 
     Raises:
-        ModelError: the base is quantised, or the adapter does not fit it.
+        ModelError: the base is quantised, or the adapter does not fit it, or lacks rows for its tokens.
     """
     config = _base_config(base)
     if config.get("quantization_config"):
@@ -151,136 +153,159 @@ def fold(base: Path, adapter: Adapter, folder: models.ModelFolder) -> tuple[Weig
             f"the weights of {base} are quantised, and an adapter cannot be added to them",
             hint="--base-model FOLDER_OR_NAME of the same model in 16 or 32 bits",
         )
+    models.check_own_vocabulary(
+        adapter.folder,
+        folder.config,
+        hint="save the adapter again with its new rows: save_pretrained(..., save_embedding_layers=True)",
+    )
     model = models.meta_model(folder)
-    same_kind = config.get("architectures") == folder.config.architectures
     renamed = _renaming(model)
+    same_kind = config.get("architectures") == folder.config.architectures
     result = _by_model_names(models.read_weights(base), model, renamed, keep_all=same_kind)
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    _lay_beneath(result, tied, adapter)
-    _part(result, tied, adapter)
-    known = model.state_dict()
+    work = _Folding(base, adapter, model, result)
+    work.check_whole(folder)
+    work.lay_beneath(tied)
+    work.part(tied)
     for name, entry in adapter.replaced.items():
-        if (mapped := renamed(name) or name) not in known:
-            raise _no_fit(adapter, base, f"{name} is no weight of {type(model).__name__}")
-        result[mapped] = replace(entry, name=mapped)
+        work.replace(renamed(name) or name, entry)
     for module, update in adapter.updates().items():
-        _add(result, renamed(f"{module}.weight") or f"{module}.weight", module, update, adapter, base, model)
+        work.add(renamed(f"{module}.weight") or f"{module}.weight", module, update)
     for module, (indices, values) in adapter.tokens().items():
-        _put_rows(result, f"{module}.weight", indices, values, adapter, base)
-    for name, entry in result.items():
-        if name in known and entry.shape != tuple(known[name].shape):
-            raise _no_fit(
-                adapter,
-                base,
-                f"{name} is of shape {list(entry.shape)} and would have to be {list(known[name].shape)}",
-            )
+        work.put_rows(f"{module}.weight", indices, values)
+    work.check_shapes()
     weights = Weights(result)
     parted = any(a in result and b in result and not reader.same(weights, a, b) for a, b in tied.items())
     return weights, {"tie_word_embeddings": False} if parted else {}
 
 
-def _lay_beneath(result: dict[str, Entry], tied: Mapping[str, str], adapter: Adapter) -> None:
-    """Take what the base was beneath the adapter, such as an embedding that was resized before the training."""
-    for name, entry in adapter.beneath.items():
-        result[name] = entry
-        for one, other in tied.items():
-            if name in (one, other) and not {one, other} <= adapter.beneath.keys():
-                result.pop(other if name == one else one, None)
+@dataclass(frozen=True)
+class _Folding:
+    """The base's entries by the model's names, in `result`, as they become those of the sum one by one."""
 
+    base: Path
+    adapter: Adapter
+    model: Any
+    result: dict[str, Entry]
 
-def _part(result: dict[str, Entry], tied: Mapping[str, str], adapter: Adapter) -> None:
-    """Give each of two tied weights its own entry where the adapter changes one of them, or both.
+    def lay_beneath(self, tied: Mapping[str, str]) -> None:
+        """Take what lay beneath the adapter, such as an embedding that was resized before the training."""
+        beneath = self.adapter.beneath
+        self.result.update(beneath)
+        for name, source in tied.items():
+            if (name in beneath) != (source in beneath):
+                self.result.pop(source if name in beneath else name, None)
 
-    Trained rows of the one are also the other's, as in peft (utils/other.py `set_additional_trainable_modules`).
-    """
-    touched = {*adapter.replaced, *(f"{module}.weight" for module in adapter.parts)}
-    shared = {f"{module}.weight" for module in adapter.tokens()}
-    for name, source in tied.items():
-        if not touched & {name, source}:
-            continue
-        if name not in touched and (source in shared or adapter.settings.get("ensure_weight_tying")):
-            result.pop(name, None)
-            continue
-        for one, other in ((name, source), (source, name)):
-            if one not in result and other in result:
-                result[one] = replace(result[other], name=one)
+    def part(self, tied: Mapping[str, str]) -> None:
+        """Give each of two tied weights its own entry where the adapter changes one of them, or both.
 
+        Trained rows of the source are its copies' too, as in peft (utils/other.py
+        `set_additional_trainable_modules`).
+        """
+        touched = {*self.adapter.replaced, *(f"{module}.weight" for module in self.adapter.parts)}
+        shared = {f"{module}.weight" for module in self.adapter.tokens()}
+        for name, source in tied.items():
+            if not touched & {name, source}:
+                continue
+            if name not in touched and (source in shared or self.adapter.settings.get("ensure_weight_tying")):
+                self.result.pop(name, None)
+                continue
+            for one, other in ((name, source), (source, name)):
+                if one not in self.result and other in self.result:
+                    self.result[one] = replace(self.result[other], name=one)
 
-def _add(
-    result: dict[str, Entry],
-    name: str,
-    module: str,
-    update: Update,
-    adapter: Adapter,
-    base: Path,
-    model: Any,
-) -> None:
-    """Put the sum of a weight and of its update, and that of a bias, into `result`."""
-    try:
-        layer = model.get_submodule(name.removesuffix(".weight"))
-    except AttributeError:  # one that Transformers makes into another on loading: a file has it as it was
-        layer = None
-        if name not in result:
-            raise _no_fit(adapter, base, f"{type(model).__name__} has no {module}") from None
-    plain = layer is None or adapter.is_parameter(module) or name != f"{module}.weight"
-    if not plain and not isinstance(layer, torch.nn.Linear | torch.nn.Embedding | Conv1D):
-        raise unmerged(adapter, f"has an adapter of {module}, a {type(layer).__name__}")
-    transposed = not adapter.is_parameter(module) and (update.embedding or isinstance(layer, Conv1D))
-    if transposed and update.magnitude is not None:
-        raise unmerged(adapter, f"is made with use_dora for {module}, a {type(layer).__name__}")
-    shape = (update.up.shape[0], update.down.shape[1])
-    entry = _changeable(result, name, shape[::-1] if transposed else shape, adapter, base)
-    change = LowRank(update.up, update.down, adapter.scaling(module), transposed, update.magnitude)
-    result[name] = replace(entry, change=change)
-    if update.bias is not None:
-        bias = f"{name.removesuffix('.weight')}.bias"
-        entry = _changeable(result, bias, update.bias.shape, adapter, base)
-        result[bias] = replace(entry, change=LowRank(update.bias, None, adapter.scaling(module)))
+    def replace(self, name: str, entry: Entry) -> None:
+        """Take a weight that was trained in full."""
+        if name not in self.model.state_dict():
+            raise self._no_fit(f"{name} is no weight of {type(self.model).__name__}")
+        self.result[name] = replace(entry, name=name)
 
+    def add(self, name: str, module: str, update: Update) -> None:
+        """Make the weight `name` a sum, and the bias beside it.
 
-def _put_rows(
-    result: dict[str, Entry],
-    name: str,
-    indices: tuple[int, ...],
-    values: Entry,
-    adapter: Adapter,
-    base: Path,
-) -> None:
-    """Put a weight of which some rows were trained into `result`."""
-    shape = (result[name].shape[0] if name in result else 0, *values.shape[1:])
-    entry = _changeable(result, name, shape, adapter, base)
-    if len(indices) != values.shape[0] or not all(0 <= index < shape[0] for index in indices):
-        raise _no_fit(
-            adapter,
-            base,
-            f"its {values.shape[0]} trained rows of {name} ({shape[0]} rows) are those of "
-            f"trainable_token_indices {list(indices)[:5]}",
+        A file may have the weights of a module that Transformers makes into another on loading, such as
+        those of single experts; an adapter that was trained on it as it was fits those.
+        """
+        layer = self._layer(name, module)
+        is_parameter = self.adapter.is_parameter(module)
+        as_it_was = layer is None or name != f"{module}.weight"
+        if not (is_parameter or as_it_was or isinstance(layer, _LAYERS)):
+            raise unmerged(self.adapter, f"has an adapter of {module}, a {type(layer).__name__}")
+        transposed = not is_parameter and (update.embedding or isinstance(layer, Conv1D))
+        if transposed and update.magnitude is not None:
+            raise unmerged(self.adapter, f"is made with use_dora for {module}, a {type(layer).__name__}")
+        shape = (update.up.shape[0], update.down.shape[1])
+        entry = self._changeable(name, shape[::-1] if transposed else shape)
+        scaling = self.adapter.scaling(module)
+        change = LowRank(update.up, update.down, scaling, transposed, update.magnitude)
+        self.result[name] = replace(entry, change=change)
+        if update.bias is not None:
+            bias = f"{name.removesuffix('.weight')}.bias"
+            if bias not in self.result:
+                raise unmerged(self.adapter, f"has a bias (lora_bias) for {module}, which has none")
+            entry = self._changeable(bias, update.bias.shape)
+            self.result[bias] = replace(entry, change=LowRank(update.bias, None, scaling))
+
+    def put_rows(self, name: str, indices: tuple[int, ...], values: Entry) -> None:
+        """Make `name` a weight of which some rows are other ones."""
+        rows = self.result[name].shape[0] if name in self.result else 0
+        entry = self._changeable(name, (rows, *values.shape[1:]))
+        if len(indices) != values.shape[0] or not all(0 <= index < rows for index in indices):
+            raise self._no_fit(
+                f"it has {values.shape[0]} rows of {name}, of {rows}, and trainable_token_indices names "
+                f"{len(indices)} up to {max(indices, default=0)}"
+            )
+        self.result[name] = replace(entry, change=Rows(indices, values))
+
+    def check_shapes(self) -> None:
+        """Raise `ModelError` where the sum has a weight of another shape than the model."""
+        for name, value in self.model.state_dict().items():
+            entry = self.result.get(name)
+            if entry is not None and entry.shape != tuple(value.shape):
+                raise self._no_fit(
+                    f"{name} is of shape {list(entry.shape)}, and would have to be {list(value.shape)}"
+                )
+
+    def check_whole(self, folder: models.ModelFolder) -> None:
+        """Raise `ModelError` where the adapter lacks what its settings name.
+
+        So it does on a base with more layers than that of the training had.
+        """
+        own = {name for name, _ in self.model.named_modules()}
+        if not self.adapter.parts.keys() <= own:
+            return  # as an earlier release of Transformers named them
+        missing = _expected(self.adapter.folder, folder).keys() - self.adapter.names
+        if missing:
+            raise self._no_fit(f"it lacks {min(missing).removeprefix(PREFIX)}, which its settings name")
+
+    def _layer(self, name: str, module: str) -> Any:
+        """The layer that the model has for the weight `name`; None where it has one for the file's alone."""
+        try:
+            return self.model.get_submodule(name.removesuffix(".weight"))
+        except AttributeError:
+            if name not in self.result:
+                raise self._no_fit(f"{type(self.model).__name__} has no {module}") from None
+            return None
+
+    def _changeable(self, name: str, shape: tuple[int, ...]) -> Entry:
+        """The base's entry of `name`, which has `shape`, and whose values can be computed with."""
+        entry = self.result.get(name)
+        if entry is None:
+            raise self._no_fit(f"the base has no {name}")
+        if entry.shape != shape:
+            raise self._no_fit(f"{name} is of shape {list(entry.shape)}, the adapter of {list(shape)}")
+        if entry.dtype not in NUMPY_TYPES or entry.stride is not None:
+            raise ModelError(
+                f"{self.base}: {name} is stored in a form ({entry.dtype}) that no adapter can be added to",
+                hint="--base-model FOLDER_OR_NAME of the same model in 16 or 32 bits",
+            )
+        return entry
+
+    def _no_fit(self, why: str) -> ModelError:
+        return ModelError(
+            f"the adapter in {self.adapter.folder} does not fit the base model {self.base}: {why}",
+            hint="--base-model FOLDER_OR_NAME of the model that it was trained on",
         )
-    result[name] = replace(entry, change=Rows(indices, values))
-
-
-def _changeable(
-    result: Mapping[str, Entry], name: str, shape: tuple[int, ...], adapter: Adapter, base: Path
-) -> Entry:
-    """The base's entry of `name`, which has `shape` and whose values can be computed with."""
-    entry = result.get(name)
-    if entry is None:
-        raise _no_fit(adapter, base, f"the base has no {name}")
-    if entry.shape != shape:
-        raise _no_fit(adapter, base, f"{name} is of shape {list(entry.shape)}, the adapter of {list(shape)}")
-    if entry.dtype not in NUMPY_TYPES or entry.stride is not None:
-        raise ModelError(
-            f"{base}: {name} is stored in a form ({entry.dtype}) that no adapter can be added to",
-            hint="--base-model FOLDER_OR_NAME of the same model in 16 or 32 bits",
-        )
-    return entry
-
-
-def _no_fit(adapter: Adapter, base: Path, why: str) -> ModelError:
-    return ModelError(
-        f"the adapter in {adapter.folder} does not fit the base model {base}: {why}",
-        hint="--base-model FOLDER_OR_NAME of the model that it was trained on",
-    )
 
 
 def _by_model_names(
@@ -348,33 +373,41 @@ def prove(folder: Path, weights: Weights, whole: models.ModelFolder) -> None:
     Raises:
         ModelError: one is missing, left over or of another shape.
     """
-    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
-
-    try:
-        with torch.device("meta"):
-            model = get_peft_model(models.meta_model(whole), PeftConfig.from_pretrained(folder))
-        expected = get_peft_model_state_dict(model, save_embedding_layers=False)
-    except models.UNREADABLE as error:
-        raise ModelError(
-            f"peft does not take the adapter: {' '.join(str(error).split())[:300]}",
-            hint="it was made by another version of peft, or for another base model",
-        ) from error
+    shapes = _expected(folder, whole)
     known = {f"{PREFIX}{name}" for name in models.meta_model(whole).state_dict()}
     resized = ("embed", "lm_head", "wte", "original_module", "base_layer")
     left_over = {
         name
-        for name in weights.entries.keys() - expected.keys()
+        for name in weights.entries.keys() - shapes.keys()
         if not (name in known or any(part in name for part in resized))
     }
-    shapes = {name: tuple(value.shape) for name, value in expected.items()}
     mismatched = {
         name for name, entry in weights.entries.items() if name in shapes and entry.shape != shapes[name]
     }
     models.check_loading(
         folder,
         {
-            "missing_keys": expected.keys() - weights.entries.keys(),
+            "missing_keys": shapes.keys() - weights.entries.keys(),
             "unexpected_keys": left_over,
             "mismatched_keys": mismatched,
         },
     )
+
+
+def _expected(folder: Path, whole: models.ModelFolder) -> dict[str, tuple[int, ...]]:
+    """The names and shapes that peft gives an adapter with the settings in `folder`."""
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
+
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            settings = PeftConfig.from_pretrained(folder)
+            settings.init_lora_weights = False  # there are no values here to begin with
+            model = get_peft_model(models.meta_model(whole), settings)
+            state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    except models.UNREADABLE as error:
+        raise ModelError(
+            f"peft does not take the adapter: {' '.join(str(error).split())[:300]}",
+            hint="it was made by another version of peft, or for another base model",
+        ) from error
+    return {name: tuple(value.shape) for name, value in state.items()}

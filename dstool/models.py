@@ -153,6 +153,14 @@ def check_vocabulary(tokenizer: Any, config: Any, *, hint: str) -> None:
         )
 
 
+def check_own_vocabulary(path: Path, config: Any, *, hint: str) -> None:
+    """Raise `ModelError` where the tokenizer in the folder `path`, if any, has tokens without a row."""
+    if any(file for pattern in companions.TOKENIZER_FILES for file in path.glob(pattern)):
+        with _one_line(str(path), "tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        check_vocabulary(tokenizer, config, hint=hint)
+
+
 def length_limit(tokenizer: Any, model: Any, default: int) -> int:
     """The tokens per text that both the tokenizer and the model take, and at most `default`."""
     limits = [default, tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None)]
@@ -723,10 +731,7 @@ def fit(weights: Weights, folder: ModelFolder) -> Weights:
                 f"{list(expected[name].shape)}",
                 hint="weights and config.json are not of one model: take both from the same folder",
             )
-    if any(file for pattern in companions.TOKENIZER_FILES for file in folder.path.glob(pattern)):
-        with _one_line(str(folder.path), "tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(folder.path)
-        check_vocabulary(tokenizer, folder.config, hint=f"put the model's own tokenizer into {folder.path}")
+    check_own_vocabulary(folder.path, folder.config, hint=f"put the model's own tokenizer into {folder.path}")
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     kept = [name for name in weights if not (name in tied and reader.same(weights, name, tied[name]))]
     stored = [name for name in kept if name in weights.entries or name in expected]

@@ -49,6 +49,7 @@ LAYERS = (
         "dstool.checkpoint.swap",
         "dstool.checkpoint.reader",
         "dstool.checkpoint.cast",
+        "dstool.checkpoint.sums",
         "dstool.checkpoint.stream",
         "dstool.checkpoint.writer",
         "dstool.checkpoint.verify",

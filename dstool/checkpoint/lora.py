@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,16 @@ _UNMERGEABLE = (
     "CPT",
     "ADAPTION_PROMPT",
 )
-_UNMERGEABLE_SETTINGS = ("use_qalora", "alora_invocation_tokens", "arrow_config")
-"""What peft itself cannot make a part of the weights."""
+_UNMERGEABLE_SETTINGS = (
+    "use_qalora",
+    "layer_replication",
+    "lora_bias",
+    "alora_invocation_tokens",
+    "arrow_config",
+)
+"""What peft itself cannot make a part of the weights, or not save then."""
+_REPEATABLE = ("pissa", "olora")
+"""Changes of the base that peft makes again, the same way, as it loads the adapter."""
 _CLASSES = {"SEQ_CLS": "AutoPeftModelForSequenceClassification"}
 
 
@@ -75,11 +83,13 @@ class Adapter:
 
     folder: Path
     settings: Mapping[str, Any]
+    names: frozenset[str]
+    """Those in its file."""
     parts: Mapping[str, Mapping[str, Entry]]
     """What was found of each module, by peft's names for the parts."""
     replaced: Mapping[str, Entry]
     """Parameters that were trained or saved in full, by name."""
-    beneath: Mapping[str, Entry] = field(default_factory=dict)
+    beneath: Mapping[str, Entry]
     """The base's own parameters as they were beneath the adapter, where they were saved with it."""
 
     def updates(self) -> dict[str, Update]:
@@ -149,8 +159,8 @@ def peft_names(weights: Weights) -> Weights:
     adapters = {found["adapter"] for name in weights if (found := _NAMED.search(name))}
     if len(adapters) > 1:
         raise ModelError(
-            f"{weights.checkpoint and weights.checkpoint.folder} holds the adapters {', '.join(sorted(adapters))}",
-            hint="dstool takes one: merge the folder that peft saved of it",
+            f"the checkpoint holds several adapters: {', '.join(sorted(adapters))}",
+            hint="merge the folder that peft saved of the one",
         )
     named = {_peft_name(name): weights.entry(name) for name in weights}
     return Weights({name: replace(entry, name=name) for name, entry in named.items()}, {}, weights.checkpoint)
@@ -173,15 +183,15 @@ def of_weights(folder: Path, weights: Weights) -> Adapter:
     parts: dict[str, dict[str, Entry]] = {}
     replaced: dict[str, Entry] = {}
     beneath: dict[str, Entry] = {}
-    for full, entry in weights.entries.items():
-        name = full.removeprefix(PREFIX)
+    for full in weights:
+        name, entry = full.removeprefix(PREFIX), weights.entry(full)
         if found := _A_PART.fullmatch(name):
             part = found["part"] if found["kind"] != "bias" else f"{found['part']}.bias"
             parts.setdefault(found["module"], {})[part] = entry
         elif not any(each in name for each in _NO_PARTS):
             plain = _WRAPPED.sub("", name)
             (beneath if ".base_layer." in name else replaced)[plain] = replace(entry, name=plain)
-    return Adapter(folder, read_settings(folder), parts, replaced, beneath)
+    return Adapter(folder, read_settings(folder), frozenset(weights), parts, replaced, beneath)
 
 
 def refuse_other_kinds(adapter: Adapter) -> None:
@@ -205,14 +215,19 @@ def refuse_other_kinds(adapter: Adapter) -> None:
 
 
 def unmerged(adapter: Adapter, why: str) -> ModelError:
-    """The error for an adapter that peft alone can add to its base model, with the command that does so."""
+    """The error for an adapter that dstool cannot add to its base model; the hint is how peft does, if so."""
     settings = adapter.settings
     auto = _CLASSES.get(str(settings.get("task_type")), "AutoPeftModelForCausalLM")
-    labels = ", num_labels=NUMBER" if "SEQ_CLS" == settings.get("task_type") else ""
+    labels = ", num_labels=NUMBER" if auto in _CLASSES.values() else ""
     load = f"{auto}.from_pretrained({str(adapter.folder)!r}{labels})"
-    hint = f"python -c \"from peft import {auto}; {load}.merge_and_unload().save_pretrained('merged')\""
+    start = settings.get("init_lora_weights")
     if settings.get("peft_type") in _UNMERGEABLE or any(settings.get(key) for key in _UNMERGEABLE_SETTINGS):
-        hint = f"no weights can hold it, and peft runs it beside its base model: {load}"
+        hint = f"peft runs it beside its base model: {load}"
+    elif isinstance(start, str) and start.lower() not in (*_SAME_BASE, *_REPEATABLE):
+        hint = "save_pretrained(..., path_initial_model_for_weight_conversion=...) at the end of its run"
+    else:
+        code = f"from peft import {auto}; {load}.merge_and_unload().save_pretrained('merged')"
+        hint = f'python -c "{code}"'
     return ModelError(f"{adapter.folder} {why}, which dstool does not merge", hint=hint)
 
 
@@ -236,7 +251,8 @@ def _update(adapter: Adapter, module: str, parts: Mapping[str, Entry]) -> Update
         raise unmerged(adapter, f"has factors of shape {shapes[0]} and {shapes[1]} for {module}")
     if not 0 < shapes[0][0] == shapes[1][1]:
         raise ModelError(
-            f"{adapter.folder}: the adapter of {module} is {shapes[1]} times {shapes[0]}, which do not fit each other",
+            f"{adapter.folder}: the adapter of {module} is {shapes[1]} times {shapes[0]}, which do not fit "
+            "each other",
             hint="it was saved while ZeRO-3 had it partitioned: merge the checkpoint instead",
         )
     return Update(down, up, embedding, bias, magnitude)

@@ -51,7 +51,7 @@ class Piece:
 class LowRank:
     """A product that is added to a weight: `scaling` times `up` [m, r] @ `down` [r, n], or its transpose.
 
-    Without `down` it is `up` alone. With `magnitude` [m] each row of the sum is then given that length (DoRA).
+    Without `down` it is `up` alone. With `magnitude` [m] each row of the sum is then given its length (DoRA).
     """
 
     up: Entry

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def changing(change: Change, read: Callable[[Entry], Matrix]) -> Callable[[Matrix, int], Matrix]:
-    """A function of rows of the weight, [n, columns] in fp32, and the number of the first: what becomes of them.
+    """What makes of rows of a weight, [n, columns] in fp32, and the number of the first, those of the sum.
 
     Args:
         read: gives a small tensor, whole, in fp32.
@@ -30,16 +30,16 @@ def changing(change: Change, read: Callable[[Entry], Matrix]) -> Callable[[Matri
     if change.transposed and right is not None:
         left, right = right.T, left.T
     lengths = None if change.magnitude is None else read(change.magnitude)
+    scaling = np.float32(change.scaling)
 
     def add(base: Matrix, start: int) -> Matrix:
         here = slice(start, start + len(base))
-        total = (left[here].reshape(len(base), -1) if right is None else left[here] @ right) * scaling
+        total: Matrix = (left[here].reshape(len(base), -1) if right is None else left[here] @ right) * scaling
         total += base
         if lengths is not None:
             total *= (lengths[here] / np.linalg.norm(total, axis=1))[:, None]
         return total
 
-    scaling = np.float32(change.scaling)
     return add
 
 
