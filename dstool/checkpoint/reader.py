@@ -16,14 +16,14 @@ from __future__ import annotations
 import bisect
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstool.checkpoint import layout, swap
+from dstool.checkpoint import layout, sums, swap
 from dstool.checkpoint.layout import ZeroCheckpoint, fp32_groups_key
 from dstool.checkpoint.pickles import FLOATING, ITEM_SIZES, TORCH_NAMES, DType, Shape, TensorRef
 from dstool.errors import CheckpointError
@@ -60,6 +60,14 @@ class LowRank:
     transposed: bool = False
     magnitude: Entry | None = None
 
+    def changing(self, read: Callable[[Entry], sums.Matrix]) -> sums.OfRows:
+        """What it does to some rows; `read` gives a small tensor, whole, in fp32."""
+        left, right = read(self.up), None if self.down is None else read(self.down)
+        if self.transposed and right is not None:
+            left, right = right.T, left.T
+        lengths = None if self.magnitude is None else read(self.magnitude)
+        return sums.adding(left, right, self.scaling, lengths)
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -68,8 +76,9 @@ class Rows:
     indices: tuple[int, ...]
     values: Entry
 
-
-Change = LowRank | Rows
+    def changing(self, read: Callable[[Entry], sums.Matrix]) -> sums.OfRows:
+        """What it does to some rows; `read` gives a small tensor, whole, in fp32."""
+        return sums.replacing(self.indices, read(self.values))
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ class Entry:
     pieces: tuple[Piece, ...]
     kind: Kind = "trained"
     stride: tuple[int, ...] | None = None
-    change: Change | None = None
+    change: LowRank | Rows | None = None
 
     @property
     def numel(self) -> int:
@@ -124,15 +133,11 @@ class Weights(Mapping[str, "torch.Tensor"]):
         """The tensor, read now. In the type that it is stored in; a changed one in fp32."""
         import torch
 
-        from dstool.checkpoint import sums
-
         entry = self.entry(name)
         value = self._read(entry, entry.shape, entry.pieces)
         if entry.change is None:
             return value
-        change = sums.changing(
-            entry.change, lambda part: self._read(part, part.shape, part.pieces).float().numpy()
-        )
+        change = entry.change.changing(lambda part: self._read(part, part.shape, part.pieces).float().numpy())
         rows = value.float().reshape(entry.shape[0], -1)
         return torch.from_numpy(change(rows.numpy(), 0)).reshape(entry.shape)
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from dstool.checkpoint import sums
 from dstool.checkpoint.cast import NUMPY_TYPES, cast, not_finite
 from dstool.checkpoint.pickles import ITEM_SIZES, DType
 from dstool.checkpoint.reader import Entry, Piece, cut
@@ -233,7 +232,7 @@ def _change_rows(task: _Task, files: _Files, descriptor: int) -> None:
     assert task.rows is not None  # noqa: S101
     assert target.entry.change is not None  # noqa: S101
     (first, last), entry, at = task.rows, target.entry, task.offset
-    changed = sums.changing(target.entry.change, lambda part: _matrix(part, files))
+    changed = target.entry.change.changing(lambda part: _matrix(part, files))
     columns = prod(entry.shape[1:])
     row = ITEM_SIZES[entry.dtype] * columns
     step = max(1, CHUNK // columns)

@@ -6,36 +6,29 @@ Whatever the types of the parts, nothing is rounded before the sum is: by the ca
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-
-from dstool.checkpoint.reader import Change, Entry, Rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Matrix = NDArray[np.float32]
+Matrix: TypeAlias = "NDArray[np.float32]"
+OfRows = Callable[[Matrix, int], Matrix]
+"""Takes rows of a weight [n, columns] and the number of the first, and gives those of the sum."""
 
 
-def changing(change: Change, read: Callable[[Entry], Matrix]) -> Callable[[Matrix, int], Matrix]:
-    """What makes of rows of a weight, [n, columns] in fp32, and the number of the first, those of the sum.
+def adding(left: Matrix, right: Matrix | None, scaling: float, lengths: Matrix | None) -> OfRows:
+    """`scaling` times `left` [m, r] @ `right` [r, n] is added, or times `left` alone.
 
     Args:
-        read: gives a small tensor, whole, in fp32.
+        lengths: what each row of the sum is then stretched to. Shape [m].
     """
-    if isinstance(change, Rows):
-        return _replacing(np.array(change.indices), read(change.values))
-    left, right = read(change.up), None if change.down is None else read(change.down)
-    if change.transposed and right is not None:
-        left, right = right.T, left.T
-    lengths = None if change.magnitude is None else read(change.magnitude)
-    scaling = np.float32(change.scaling)
 
     def add(base: Matrix, start: int) -> Matrix:
         here = slice(start, start + len(base))
-        total: Matrix = (left[here].reshape(len(base), -1) if right is None else left[here] @ right) * scaling
-        total += base
+        product = left[here].reshape(len(base), -1) if right is None else left[here] @ right
+        total: Matrix = product * np.float32(scaling) + base
         if lengths is not None:
             total *= (lengths[here] / np.linalg.norm(total, axis=1))[:, None]
         return total
@@ -43,10 +36,13 @@ def changing(change: Change, read: Callable[[Entry], Matrix]) -> Callable[[Matri
     return add
 
 
-def _replacing(indices: Any, values: Matrix) -> Callable[[Matrix, int], Matrix]:
+def replacing(indices: tuple[int, ...], values: Matrix) -> OfRows:
+    """`values` [n, columns] take the place of the rows at `indices`."""
+    places: Any = np.array(indices)
+
     def put(base: Matrix, start: int) -> Matrix:
-        here = (indices >= start) & (indices < start + len(base))
-        base[indices[here] - start] = values[here]
+        here = (places >= start) & (places < start + len(base))
+        base[places[here] - start] = values[here]
         return base
 
     return put
