@@ -236,6 +236,8 @@ class _Folding:
             raise unmerged(self.adapter, f"is made with use_dora for {module}, a {type(layer).__name__}")
         shape = (update.up.shape[0], update.down.shape[1])
         entry = self._changeable(name, shape[::-1] if transposed else shape)
+        if update.magnitude is not None and update.magnitude.shape != shape[:1]:
+            raise self._no_fit(f"the lengths of {module} are of shape {list(update.magnitude.shape)}")
         scaling = self.adapter.scaling(module)
         change = LowRank(update.up, update.down, scaling, transposed, update.magnitude)
         self.result[name] = replace(entry, change=change)

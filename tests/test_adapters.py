@@ -335,6 +335,19 @@ def test_an_adapter_of_another_name_lies_in_a_folder_of_that_name(tmp_path: Path
     torch.testing.assert_close(logits(merged), logits(whole), rtol=0, atol=5e-6)
 
 
+@pytest.mark.parametrize("part", ["lora_magnitude_vector", "lora_B.weight"])
+def test_an_adapter_that_lacks_a_part_of_a_layer_is_refused(
+    part: str, adapter: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Without its lengths, DoRA would be taken for another adapter."""
+    file = adapter("llama", lora("q_proj", use_dora=True))[0] / "adapter_model.safetensors"
+    state = {name: value for name, value in load_file(file).items() if not name.endswith(part)}
+    save_file(state, file)
+    with pytest.raises(ModelError, match=f"has no {part.removesuffix('.weight')} for model.layers"):
+        merge(file.parent, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
 def test_an_adapter_without_its_weights_is_named(adapter: Callable[..., Any], tmp_path: Path) -> None:
     folder, _ = adapter("llama", lora("q_proj"))
     (folder / "adapter_model.safetensors").unlink()

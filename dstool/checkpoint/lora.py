@@ -239,7 +239,8 @@ def _update(adapter: Adapter, module: str, parts: Mapping[str, Entry]) -> Update
     """
     embedding = any("embedding" in part for part in parts)
     names = [f"lora_{'embedding_' if embedding else ''}{letter}" for letter in "AB"]
-    for name in names:
+    needed = [("lora_magnitude_vector", "use_dora"), (f"{names[1]}.bias", "lora_bias")]
+    for name in (*names, *(name for name, key in needed if adapter.settings.get(key) and not embedding)):
         if name not in parts:
             raise ModelError(
                 f"{adapter.folder}: the adapter has no {name} for {module}", hint="copy the adapter again"
