@@ -16,6 +16,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import TrainingArguments
+from yaml import YAMLError
 
 from dstool import hub, models
 from dstool.checkpoint.companions import CARD, CARD_SAYS
@@ -24,6 +25,8 @@ from dstool.data.names import SAMPLE_SCHEME, looks_local
 from dstool.ds_config import read
 from dstool.errors import ConfigError
 
+CONVERSATIONAL = "conversational"
+"""The tag that the hub has for models to be asked in their chat template."""
 PIPELINES: Mapping[Task, str] = {"text-classification": "text-classification", "causal-lm": "text-generation"}
 _OF_A_RUN = re.compile(r"|fp32|(consolidated/)?checkpoint-(?P<step>\d+)(/global_step\d+)?")
 """Where in a run's folder its weights lie."""
@@ -102,6 +105,17 @@ def hub_name(name: str | None) -> str | None:
     return name if name and not looks_local(name) and hub.is_name(name) else None
 
 
+def is_conversational(folder: Path) -> bool:
+    """Whether the card of the model in `folder` says that it was trained on conversations."""
+    card = folder / CARD
+    if not card.is_file():  # huggingface_hub would ask the hub for it
+        return False
+    try:
+        return CONVERSATIONAL in (ModelCard.load(card).data.tags or ())
+    except (OSError, ValueError, TypeError, YAMLError):
+        return False
+
+
 def _is_written(card: Path) -> bool:
     return card.is_file() and _UNWRITTEN not in card.read_text(encoding="utf-8", errors="replace")
 
@@ -130,7 +144,11 @@ def _data(run: Run, task: Task, base: str | None, *, name: str, adapter: bool) -
         language=sample.rpartition("_")[2] if sample else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag=PIPELINES[task],
-        tags=["deepspeed", *(["lora"] if run.config.lora else [])],
+        tags=[
+            "deepspeed",
+            *(["lora"] if run.config.lora else []),
+            *([CONVERSATIONAL] if run.record.get("rows") == "messages" else []),
+        ],
         metrics=list(scores) or None,
         model_name=name,
         eval_results=_results(run, task) or None,

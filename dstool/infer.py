@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 
-from dstool import launch, models
+from dstool import card, launch, models
 from dstool.checkpoint import layout
 from dstool.config import MAX_LENGTH, RECORD, Config, InferSection
 from dstool.errors import ConfigError, InputError, ModelError
@@ -127,13 +127,13 @@ def infer(
 def trained_on(model: Path) -> str | None:
     """What the rows were that the model's run was trained on: texts, pairs or messages, by the run's record.
 
-    It lies beside the final weights, and above those of a checkpoint and of `consolidated/`; None where no
-    record is found.
+    It lies beside the final weights, and above those of a checkpoint and of `consolidated/`. Where there is
+    none, as with what `merge` made, the model card may say that they were messages; otherwise None.
     """
     for folder in (model.resolve(), *model.resolve().parents[:2]):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             return str(json.loads((folder / RECORD).read_text(encoding="utf-8"))["rows"])
-    return None
+    return "messages" if card.is_conversational(model) else None
 
 
 def _check_pairs(folder: models.ModelFolder, rows: str | None, pairs: bool) -> None:

@@ -172,11 +172,10 @@ def _planned(
 
 def _refuse_bare(folder: Path) -> None:
     """Raise `ModelError` for a folder with the config of a model, or of an adapter, and no weights."""
-    if layout.is_zero(folder) or models.has_weights(folder):
+    if layout.is_zero(folder) or models.has_weights(folder) or layout.adapter_file(folder):
         return
-    for config, weights in ((lora.ADAPTER_CONFIG, layout.ADAPTER_FILE), ("config.json", "model.safetensors")):
-        if (folder / weights).is_file():
-            return
+    adapter, *_ = layout.ADAPTER_FILES
+    for config, weights in ((lora.ADAPTER_CONFIG, adapter), ("config.json", "model.safetensors")):
         if (folder / config).is_file():
             raise ModelError(
                 f"{folder} holds {config} and no weights beside it: {weights} is missing",
@@ -189,7 +188,7 @@ def _adapter(input_dir: Path, zero_stage: int | None) -> tuple[Path, Weights] | 
     if models.is_adapter(input_dir) and not (input_dir / layout.LATEST).exists():
         if zero_stage is not None:
             _of_stage(layout.find(input_dir), zero_stage)
-        return input_dir, reader.untied(reader.of_file(input_dir / layout.ADAPTER_FILE))
+        return input_dir, models.read_adapter(input_dir)
     if models.has_weights(input_dir) or not layout.is_zero(input_dir):
         return None
     found = _of_stage(layout.find(input_dir), zero_stage)
@@ -200,6 +199,8 @@ def _adapter(input_dir: Path, zero_stage: int | None) -> tuple[Path, Weights] | 
 
 def _planned_adapter(home: Path, weights: Weights, named: str | None, *, keep_adapter: bool) -> _Plan:
     adapter = lora.of_weights(home, weights)
+    if not keep_adapter:
+        lora.refuse_other_kinds(adapter)
     base = adapters.base_folder(named, adapter.settings, home)
     folder, changes = adapters.model_of(home, base, adapter)
     if keep_adapter:

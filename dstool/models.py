@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-import safetensors.torch
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
@@ -152,6 +151,14 @@ def check_vocabulary(tokenizer: Any, config: Any, *, hint: str) -> None:
         raise ModelError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is {size}", hint=hint
         )
+
+
+def check_own_vocabulary(path: Path, config: Any, *, hint: str) -> None:
+    """Raise `ModelError` where the tokenizer in the folder `path`, if any, has tokens without a row."""
+    if any(file for pattern in companions.TOKENIZER_FILES for file in path.glob(pattern)):
+        with _one_line(str(path), "tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        check_vocabulary(tokenizer, config, hint=hint)
 
 
 def length_limit(tokenizer: Any, model: Any, default: int) -> int:
@@ -292,7 +299,7 @@ def _mend_generation_config(model: Any) -> None:
 
 # --- LoRA ------------------------------------------------------------------------------------------
 
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _TASK_TYPES: Mapping[Task, str] = {"text-classification": "SEQ_CLS", "causal-lm": "CAUSAL_LM"}
 _SHOWN_MODULES = 12
 
@@ -349,13 +356,26 @@ def is_adapter(path: Path) -> bool:
     return (path / ADAPTER_CONFIG).is_file() and not has_weights(path)
 
 
+def read_adapter(path: Path) -> Weights:
+    """Where every tensor of the adapter in `path` lies, by name.
+
+    Raises:
+        ModelError: it is not there, or cannot be read.
+    """
+    if layout.adapter_file(path) is None:
+        raise ModelError(
+            f"{path} has {ADAPTER_CONFIG} and no {layout.ADAPTER_FILES[0]}", hint="copy the adapter again"
+        )
+    return read_weights(path)
+
+
 def _load_adapter(folder: ModelFolder, dtype: torch.dtype) -> Any:
     """The base model that the adapter in `folder` names, with the adapter added to its weights."""
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 
     with _one_line(str(folder.path), "adapter"):
         base = PeftConfig.from_pretrained(folder.path).base_model_name_or_path
-        held = set(safetensors.torch.load_file(folder.path / ADAPTER))
+        held = set(read_adapter(folder.path))
     with _one_line(str(base), "base model"):
         plain = folder.auto_class().from_pretrained(
             base, config=folder.config, dtype=dtype, ignore_mismatched_sizes=True
@@ -675,8 +695,8 @@ def weight_files(path: Path) -> list[Path]:
                     f"{path / lost[0]} is missing, and {index.name} names it", hint="copy the folder again"
                 )
             return [path / shard for shard in names]
-    if (path / ADAPTER).is_file():
-        return [path / ADAPTER]
+    if adapter := layout.adapter_file(path):
+        return [adapter]
     raise ModelError(f"{path} holds no weights", hint="name a folder with model.safetensors, or a checkpoint")
 
 
@@ -711,10 +731,7 @@ def fit(weights: Weights, folder: ModelFolder) -> Weights:
                 f"{list(expected[name].shape)}",
                 hint="weights and config.json are not of one model: take both from the same folder",
             )
-    if any(file for pattern in companions.TOKENIZER_FILES for file in folder.path.glob(pattern)):
-        with _one_line(str(folder.path), "tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(folder.path)
-        check_vocabulary(tokenizer, folder.config, hint=f"put the model's own tokenizer into {folder.path}")
+    check_own_vocabulary(folder.path, folder.config, hint=f"put the model's own tokenizer into {folder.path}")
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     kept = [name for name in weights if not (name in tied and reader.same(weights, name, tied[name]))]
     stored = [name for name in kept if name in weights.entries or name in expected]

@@ -255,7 +255,7 @@ def _clear_earlier_run(args: TrainingArguments) -> None:
             shutil.rmtree(stale, ignore_errors=True)
         # Beside a whole model, an adapter would be loaded on top of it, and the other way round.
         whole = [each + end for each in layout.WEIGHT_FILES.values() for end in ("", layout.INDEX)]
-        for name in (*whole, layout.ADAPTER_FILE, models.ADAPTER_CONFIG):
+        for name in (*whole, *layout.ADAPTER_FILES, models.ADAPTER_CONFIG):
             (run_dir / name).unlink(missing_ok=True)
     torch.distributed.barrier()
 

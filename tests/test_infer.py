@@ -373,6 +373,24 @@ def test_a_run_on_conversations_answers_in_its_template(
         *("data.text_column=messages", "data.block_size=32", "train.max_steps=1", "train.save_strategy=no"),
     )
     assert ask(run.output_dir, "a lamp?").chat
+    merged = merge(run.output_dir, run.output_dir.parent / "merged").output_dir
+    assert "conversational" in (merged / "README.md").read_text()
+    assert ask(merged, "a lamp?").chat
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "---\ntags: [conversational]\n---\n",
+        "---\ntags: other\n---\n",
+        "---\n: [\n---\n",
+        "---\n- 1\n---\n",
+    ],
+)
+def test_a_model_card_says_whether_to_ask_in_the_template(text: str, chatty: Path) -> None:
+    (chatty / "README.md").write_text(text)
+    assert ask(chatty, "a lamp?").chat == ("conversational" in text)
 
 
 # --- which model -------------------------------------------------------------------------------------------

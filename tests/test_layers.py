@@ -48,6 +48,7 @@ LAYERS = (
         "dstool.checkpoint.pickles",
         "dstool.checkpoint.layout",
         "dstool.checkpoint.swap",
+        "dstool.checkpoint.sums",
         "dstool.checkpoint.reader",
         "dstool.checkpoint",
         "dstool.checkpoint.cast",

@@ -135,6 +135,25 @@ def test_m02_an_adapter_is_folded_into_its_base_as_peft_does_it(
     assert infer(TEXTS, load().config, model=here / "merged").predictions
 
 
+def test_an_adapter_of_a_tied_language_model_is_folded_from_the_run_and_from_its_checkpoint(
+    tiny: Callable[..., Path], language_words: tuple[str, ...], train_here: Callable[..., Any], here: Path
+) -> None:
+    from peft import PeftModel
+
+    base, auto = tiny("llama", tie_word_embeddings=True), transformers.AutoModelForCausalLM
+    words = (*language_words, f"model.name={base}", "lora.target_modules=all-linear", *STEPS)
+    run = train_here(*words, stage=3).output_dir
+    ids = torch.arange(12)[None]
+    plain = auto.from_pretrained(base)
+    before = plain(ids).logits
+    expected = PeftModel.from_pretrained(plain, run).eval()(ids).logits
+    assert (expected - before).abs().max() > 0.01
+    for source in (run, run / "checkpoint-4"):
+        merge(source, here / "merged", dtype="fp32", force=True)
+        found = auto.from_pretrained(here / "merged").eval()(ids).logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 def test_an_adapter_can_be_kept(adapter: Path, here: Path) -> None:
     merge(adapter, here / "kept", keep_adapter=True, dtype="bf16")
     names = load_file(here / "kept/adapter_model.safetensors")

@@ -44,7 +44,8 @@ WEIGHT_FILES: Mapping[str, str] = {"safetensors": "model.safetensors", "bin": "p
 """A model's whole weights by their format, in the order that `from_pretrained` prefers."""
 INDEX = ".index.json"
 """Follows the name of a weight file, and says which shards stand for it."""
-ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+"""As peft looks for them, in this order."""
 
 _RUN_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -247,6 +248,11 @@ def plain_weights(path: Path) -> str | None:
     """The name of the weight file, or of the index of its shards, that `from_pretrained` reads in `path`."""
     names = (name for each in WEIGHT_FILES.values() for name in (each, each + INDEX))
     return next((name for name in names if (path / name).is_file()), None)
+
+
+def adapter_file(path: Path) -> Path | None:
+    """The weights of the adapter in `path`, as peft finds them."""
+    return next((path / name for name in ADAPTER_FILES if (path / name).is_file()), None)
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -643,14 +649,16 @@ def _not_a_folder(path: Path) -> CheckpointError:
 
 def _nothing_in(path: Path) -> CheckpointError:
     looked = f"`{LATEST}`, global_step*/ and checkpoint-*/"
-    adapter = (path / ADAPTER_FILE).is_file() and not plain_weights(path)
-    if weights := ADAPTER_FILE if adapter else plain_weights(path):
+    adapter = None if plain_weights(path) else adapter_file(path)
+    if weights := adapter.name if adapter else plain_weights(path):
         return CheckpointError(
             f"{path} holds {weights} and no ZeRO state ({looked}): these are already plain weights",
             hint="peft loads an adapter as it is" if adapter else f"dstool merge --input-dir {typed(path)}",
         )
     inside = sorted((entry for entry in path.iterdir() if is_zero(entry)), key=_natural)
     names = " or ".join(f"dstool consolidate {typed(entry)}" for entry in inside)
+    adapters = sorted(entry for entry in path.iterdir() if entry.is_dir() and adapter_file(entry))
+    names = names or " or ".join(f"dstool merge --input-dir {typed(entry)}" for entry in adapters)
     return CheckpointError(
         f"no ZeRO checkpoint in {path}: looked for {looked}",
         hint=names or "name the checkpoint-N folder that the run wrote",

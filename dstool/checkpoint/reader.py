@@ -16,14 +16,14 @@ from __future__ import annotations
 import bisect
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dstool.checkpoint import layout, swap
+from dstool.checkpoint import layout, sums, swap
 from dstool.checkpoint.layout import ZeroCheckpoint, fp32_groups_key
 from dstool.checkpoint.pickles import FLOATING, ITEM_SIZES, TORCH_NAMES, DType, Shape, TensorRef
 from dstool.errors import CheckpointError
@@ -50,12 +50,36 @@ class Piece:
 
 @dataclass(frozen=True)
 class LowRank:
-    """A product that is added to a weight: `scaling` times `up` [m, r] @ `down` [r, n], or its transpose."""
+    """A product that is added to a weight: `scaling` times `up` [m, r] @ `down` [r, n], or its transpose.
+
+    Without `down` it is `up` alone. With `magnitude` [m] each row of the sum is then given its length (DoRA).
+    """
 
     up: Entry
-    down: Entry
+    down: Entry | None
     scaling: float
     transposed: bool = False
+    magnitude: Entry | None = None
+
+    def changing(self, read: Callable[[Entry], sums.Matrix]) -> sums.OfRows:
+        """What it does to some rows; `read` gives a small tensor, whole, in fp32."""
+        left, right = read(self.up), None if self.down is None else read(self.down)
+        if self.transposed and right is not None:
+            left, right = right.T, left.T
+        lengths = None if self.magnitude is None else read(self.magnitude)
+        return sums.adding(left, right, self.scaling, lengths)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a weight that are others than those that lie there: `values` [n, ...], at `indices`."""
+
+    indices: tuple[int, ...]
+    values: Entry
+
+    def changing(self, read: Callable[[Entry], sums.Matrix]) -> sums.OfRows:
+        """What it does to some rows; `read` gives a small tensor, whole, in fp32."""
+        return sums.replacing(self.indices, read(self.values))
 
 
 @dataclass(frozen=True)
@@ -63,7 +87,7 @@ class Entry:
     """A tensor as it lies on disk: the bytes of `pieces`, one after the other, are its elements in order.
 
     `stride`, in elements, is there for the rare tensor whose elements lie in another order in its one piece.
-    `added` makes it a sum, which is computed in fp32 as it is read, and rounded once.
+    `change` makes another of it, which is computed in fp32 as it is read, and rounded once.
     """
 
     name: str
@@ -72,7 +96,7 @@ class Entry:
     pieces: tuple[Piece, ...]
     kind: Kind = "trained"
     stride: tuple[int, ...] | None = None
-    added: LowRank | None = None
+    change: LowRank | Rows | None = None
 
     @property
     def numel(self) -> int:
@@ -107,16 +131,16 @@ class Weights(Mapping[str, "torch.Tensor"]):
         self.checkpoint = checkpoint
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The tensor, read now. In the type that it is stored in; a sum in fp32."""
+        """The tensor, read now. In the type that it is stored in; a changed one in fp32."""
+        import torch
+
         entry = self.entry(name)
         value = self._read(entry, entry.shape, entry.pieces)
-        if entry.added is None:
+        if entry.change is None:
             return value
-        up, down = (
-            self._read(part, part.shape, part.pieces).float() for part in (entry.added.up, entry.added.down)
-        )
-        product = (up @ down) * entry.added.scaling
-        return value.float() + (product.T if entry.added.transposed else product)
+        change = entry.change.changing(lambda part: self._read(part, part.shape, part.pieces).float().numpy())
+        rows = value.float().reshape(entry.shape[0], -1)
+        return torch.from_numpy(change(rows.numpy(), 0)).reshape(entry.shape)
 
     def __repr__(self) -> str:
         """How many there are, and of what. Reads nothing."""
@@ -148,7 +172,7 @@ class Weights(Mapping[str, "torch.Tensor"]):
             raise IndexError(f"{name} has no rows")
         start, stop, _ = slice(start, stop).indices(entry.shape[0])
         shape = (max(0, stop - start), *entry.shape[1:])
-        if entry.stride is not None or entry.added is not None:
+        if entry.stride is not None or entry.change is not None:
             return self[name][start:stop]
         row = prod(entry.shape[1:]) * ITEM_SIZES[entry.dtype]
         return self._read(entry, shape, tuple(cut(entry.pieces, start * row, shape[0] * row)))
@@ -535,7 +559,7 @@ def _tied(entries: dict[str, Entry], shared: Mapping[str, str], checkpoint: Zero
         if name in tied:
             del entries[name]
             continue
-        key = (entry.pieces, entry.dtype, entry.shape, entry.stride, entry.added)
+        key = (entry.pieces, entry.dtype, entry.shape, entry.stride, entry.change)
         if entry.pieces and key in first:
             tied[name] = first[key]
             del entries[name]
@@ -641,7 +665,7 @@ def same(weights: Weights, name: str, other: str) -> bool:
     if other not in weights:
         return False
     one, two = weights.entry(name), weights.entry(other)
-    if one.added != two.added:
+    if one.change != two.change:
         return False
     if one == two or (one.pieces, one.dtype, one.shape) == (two.pieces, two.dtype, two.shape):
         return True

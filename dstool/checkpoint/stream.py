@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,10 @@ class _Task:
     file: Path
     offset: int
     target: Target | None
-    """Where the type changes, or something is added: the tensor."""
+    """Where the type or the values change: the tensor."""
     nbytes: int
     rows: tuple[int, int] | None = None
-    """Those of the tensor, where something is added to them."""
+    """Those of the tensor, where an adapter changes them."""
 
 
 def copy(targets: Sequence[Target], progress: Progress | None = None) -> None:
@@ -148,8 +149,8 @@ def _tasks(targets: Sequence[Target]) -> Iterator[_Task]:
     """What there is to do, in the order of the sources' bytes as far as the targets follow it."""
     for target in targets:
         entry = target.entry
-        if entry.added is not None:
-            yield from _sums(target)
+        if entry.change is not None:
+            yield from _changes(target)
         elif target.dtype == entry.dtype and entry.stride is None:
             for start in range(0, entry.nbytes, SEGMENT):
                 size = min(SEGMENT, entry.nbytes - start)
@@ -170,8 +171,8 @@ def _casts(target: Target) -> Iterator[_Task]:
         yield _Task(pieces, target.file, target.offset + start * wide, target, count * wide)
 
 
-def _sums(target: Target) -> Iterator[_Task]:
-    rows, columns = target.entry.shape
+def _changes(target: Target) -> Iterator[_Task]:
+    rows, columns = target.entry.shape[0], prod(target.entry.shape[1:])
     item, wide = ITEM_SIZES[target.entry.dtype] * columns, ITEM_SIZES[target.dtype] * columns
     step = max(1, SEGMENT // (4 * columns))
     for start in range(0, rows, step):
@@ -184,7 +185,7 @@ def _sums(target: Target) -> Iterator[_Task]:
 def _run(task: _Task, files: _Files) -> None:
     descriptor = files.target(task.file)
     if task.rows is not None:
-        _add_rows(task, files, descriptor)
+        _change_rows(task, files, descriptor)
     elif task.target is None:
         at = task.offset
         for piece in task.pieces:
@@ -225,28 +226,25 @@ def _cast_range(task: _Task, files: _Files, descriptor: int) -> None:
         at += _write(descriptor, made.view(np.uint8).data, at)
 
 
-def _add_rows(task: _Task, files: _Files, descriptor: int) -> None:
-    """Some rows of a weight with a product of low rank added: all in fp32, and rounded once."""
+def _change_rows(task: _Task, files: _Files, descriptor: int) -> None:
+    """Some rows of a weight that an adapter changes: all in fp32, and rounded once."""
     target = task.target
     assert target is not None  # noqa: S101 - only such tasks come here
     assert task.rows is not None  # noqa: S101
-    assert target.entry.added is not None  # noqa: S101
-    (first, last), entry, added, at = task.rows, target.entry, target.entry.added, task.offset
-    left, right = _matrix(added.up, files), _matrix(added.down, files)
-    if added.transposed:
-        left, right = right.T, left.T
-    row = ITEM_SIZES[entry.dtype] * entry.shape[1]
-    step = max(1, CHUNK // entry.shape[1])
+    assert target.entry.change is not None  # noqa: S101
+    (first, last), entry, at = task.rows, target.entry, task.offset
+    changed = target.entry.change.changing(lambda part: _matrix(part, files))
+    columns = prod(entry.shape[1:])
+    row = ITEM_SIZES[entry.dtype] * columns
+    step = max(1, CHUNK // columns)
     for start in range(first, last, step):
         stop = min(start + step, last)
         pieces = cut(task.pieces, (start - first) * row, (stop - start) * row)
         base = cast(_joined(pieces, files), entry.dtype, "F32").view(NUMPY_TYPES["F32"])
-        product = left[start:stop] @ right
-        product *= np.float32(added.scaling)
-        product += base.reshape(product.shape)
-        made = cast(product.reshape(-1), "F32", target.dtype)
-        if not_finite(made, target.dtype) > not_finite(product.reshape(-1), "F32"):
-            raise _too_large(target, product.reshape(-1), "F32")
+        values = changed(base.reshape(stop - start, columns), start).reshape(-1)
+        made = cast(values, "F32", target.dtype)
+        if not_finite(made, target.dtype) > not_finite(values, "F32"):
+            raise _too_large(target, values, "F32")
         at += _write(descriptor, made.view(np.uint8).data, at)
 
 
