@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dstool.checkpoint import layout, sums, swap
 from dstool.checkpoint.layout import ZeroCheckpoint, fp32_groups_key
@@ -82,6 +82,9 @@ class Rows:
         return sums.replacing(self.indices, read(self.values))
 
 
+Change: TypeAlias = LowRank | Rows
+
+
 @dataclass(frozen=True)
 class Entry:
     """A tensor as it lies on disk: the bytes of `pieces`, one after the other, are its elements in order.
@@ -96,7 +99,7 @@ class Entry:
     pieces: tuple[Piece, ...]
     kind: Kind = "trained"
     stride: tuple[int, ...] | None = None
-    change: LowRank | Rows | None = None
+    change: Change | None = None
 
     @property
     def numel(self) -> int:

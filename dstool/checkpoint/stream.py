@@ -8,20 +8,18 @@ model.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from dstool.checkpoint.cast import NUMPY_TYPES, cast, not_finite
 from dstool.checkpoint.pickles import ITEM_SIZES, DType
-from dstool.checkpoint.reader import Entry, Piece, cut, ends_early, unreadable
+from dstool.checkpoint.reader import Change, Entry, Piece, cut, ends_early, unreadable
 from dstool.errors import CheckpointError
 
 SEGMENT = 64 * 2**20
@@ -29,7 +27,6 @@ SEGMENT = 64 * 2**20
 CHUNK = 2**20
 """Bytes that are cast at a time: what the cache of a core holds."""
 MOST_THREADS = 8
-FLUSH_SECONDS = 0.05
 
 Progress = Callable[[int, int], object]
 """Told the bytes that are done, and all of them."""
@@ -49,19 +46,21 @@ class Target:
         """The bytes of the tensor in its new type."""
         return self.entry.numel * ITEM_SIZES[self.dtype]
 
+    @property
+    def columns(self) -> int:
+        """The elements of a row, whatever the number of dimensions."""
+        return prod(self.entry.shape[1:])
 
-@dataclass(frozen=True)
-class _Task:
-    """A range of one tensor, or of several that lie end to end on both sides, for one thread."""
 
-    pieces: tuple[Piece, ...]
-    file: Path
-    offset: int
-    target: Target | None
-    """Where the type or the values change: the tensor."""
-    nbytes: int
-    rows: tuple[int, int] | None = None
-    """Those of the tensor, where an adapter changes them."""
+class _Task(Protocol):
+    """A range of a new file, for one thread."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it writes."""
+
+    def run(self, files: _Files) -> None:
+        """Write them."""
 
 
 def copy(targets: Sequence[Target], progress: Progress | None = None) -> None:
@@ -74,8 +73,8 @@ def copy(targets: Sequence[Target], progress: Progress | None = None) -> None:
     tasks = list(_tasks(targets))
     done, whole = 0, sum(task.nbytes for task in tasks)
     threads = min(MOST_THREADS, os.cpu_count() or 1)
-    with _Files() as files, _flushing(targets, whole), ThreadPoolExecutor(threads) as pool:
-        waiting = {pool.submit(_run, task, files): task for task in tasks}
+    with _Files() as files, ThreadPoolExecutor(threads) as pool:
+        waiting = {pool.submit(task.run, files): task for task in tasks}
         try:
             while waiting:
                 finished, _ = wait(waiting, return_when=FIRST_COMPLETED)
@@ -87,30 +86,6 @@ def copy(targets: Sequence[Target], progress: Progress | None = None) -> None:
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-@contextmanager
-def _flushing(targets: Sequence[Target], whole: int) -> Iterator[None]:
-    """Let the disk write while the copying goes on, so that little is left to flush at its end."""
-    done = threading.Event()
-    paths = list(dict.fromkeys(target.file for target in targets))
-
-    def flush() -> None:
-        while not done.wait(FLUSH_SECONDS):
-            for path in paths:
-                # what it cannot write here is told to the writer
-                with suppress(OSError), path.open("rb") as stream:
-                    os.fdatasync(stream.fileno())
-
-    thread = threading.Thread(target=flush, daemon=True)
-    if whole > SEGMENT:
-        thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        if thread.is_alive():
-            thread.join()
 
 
 class _Files:
@@ -146,55 +121,42 @@ def _opened(known: dict[Path, int], path: Path, flags: int) -> int:
 
 
 def _tasks(targets: Sequence[Target]) -> Iterator[_Task]:
-    """What there is to do, in the order of the sources' bytes as far as the targets follow it."""
+    """What there is to do, in the order of the targets' bytes."""
     for target in targets:
-        entry = target.entry
-        if entry.change is not None:
-            yield from _changes(target)
-        elif target.dtype == entry.dtype and entry.stride is None:
-            for start in range(0, entry.nbytes, SEGMENT):
-                size = min(SEGMENT, entry.nbytes - start)
-                pieces = tuple(cut(entry.pieces, start, size))
-                yield _Task(pieces, target.file, target.offset + start, None, size)
-        elif entry.stride is not None:
-            yield _Task(entry.pieces, target.file, target.offset, target, target.nbytes)
+        if target.entry.change is not None:
+            yield from _changes(target, target.entry.change)
+        elif target.entry.stride is not None:
+            yield _Reorder(target)
+        elif target.dtype == target.entry.dtype:
+            yield from _copies(target)
         else:
             yield from _casts(target)
 
 
-def _casts(target: Target) -> Iterator[_Task]:
-    entry = target.entry
-    item, wide = ITEM_SIZES[entry.dtype], ITEM_SIZES[target.dtype]
-    for start in range(0, entry.numel, SEGMENT // item):
-        count = min(SEGMENT // item, entry.numel - start)
-        pieces = tuple(cut(entry.pieces, start * item, count * item))
-        yield _Task(pieces, target.file, target.offset + start * wide, target, count * wide)
+# --- bytes as they are -------------------------------------------------------------------------------------
 
 
-def _changes(target: Target) -> Iterator[_Task]:
-    rows, columns = target.entry.shape[0], prod(target.entry.shape[1:])
-    item, wide = ITEM_SIZES[target.entry.dtype] * columns, ITEM_SIZES[target.dtype] * columns
-    step = max(1, SEGMENT // (4 * columns))
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        pieces = tuple(cut(target.entry.pieces, start * item, (stop - start) * item))
-        at, size = target.offset + start * wide, (stop - start) * wide
-        yield _Task(pieces, target.file, at, target, size, (start, stop))
+@dataclass(frozen=True)
+class _Copy:
+    """A range of a tensor that keeps its type."""
 
+    pieces: tuple[Piece, ...]
+    file: Path
+    offset: int
+    nbytes: int
 
-def _run(task: _Task, files: _Files) -> None:
-    descriptor = files.target(task.file)
-    if task.rows is not None:
-        _change_rows(task, files, descriptor)
-    elif task.target is None:
-        at = task.offset
-        for piece in task.pieces:
+    def run(self, files: _Files) -> None:
+        descriptor, at = files.target(self.file), self.offset
+        for piece in self.pieces:
             _copy_range(files.source(piece.file), descriptor, piece, at)
             at += piece.length
-    elif task.target.entry.stride is not None:
-        _write(descriptor, _gathered(task.target, files), task.offset)
-    else:
-        _cast_range(task, files, descriptor)
+
+
+def _copies(target: Target) -> Iterator[_Copy]:
+    for start in range(0, target.nbytes, SEGMENT):
+        size = min(SEGMENT, target.nbytes - start)
+        pieces = tuple(cut(target.entry.pieces, start, size))
+        yield _Copy(pieces, target.file, target.offset + start, size)
 
 
 def _copy_range(source: int, target: int, piece: Piece, at: int) -> None:
@@ -214,44 +176,119 @@ def _copy_range(source: int, target: int, piece: Piece, at: int) -> None:
         offset, at, left = offset + copied, at + copied, left - copied
 
 
-def _cast_range(task: _Task, files: _Files, descriptor: int) -> None:
-    target = task.target
-    assert target is not None  # noqa: S101 - only such tasks come here
-    source, at = target.entry.dtype, task.offset
-    for chunk in _chunks(task.pieces, files):
-        made = cast(chunk, source, target.dtype)
-        infinite = not_finite(made, target.dtype) if target.dtype != "F32" else 0
-        if infinite and infinite > not_finite(chunk, source):
-            raise _too_large(target, chunk, source)
-        at += _write(descriptor, made.view(np.uint8).data, at)
+# --- another type ------------------------------------------------------------------------------------------
 
 
-def _change_rows(task: _Task, files: _Files, descriptor: int) -> None:
+@dataclass(frozen=True)
+class _Cast:
+    """A range of a tensor that changes its type."""
+
+    target: Target
+    pieces: tuple[Piece, ...]
+    offset: int
+    nbytes: int
+
+    def run(self, files: _Files) -> None:
+        descriptor, at = files.target(self.target.file), self.offset
+        for chunk in _chunks(self.pieces, files):
+            made = _checked_cast(chunk, self.target.entry.dtype, self.target)
+            at += _write(descriptor, made.view(np.uint8).data, at)
+
+
+def _casts(target: Target) -> Iterator[_Cast]:
+    item, wide = ITEM_SIZES[target.entry.dtype], ITEM_SIZES[target.dtype]
+    for start in range(0, target.entry.numel, SEGMENT // item):
+        count = min(SEGMENT // item, target.entry.numel - start)
+        pieces = tuple(cut(target.entry.pieces, start * item, count * item))
+        yield _Cast(target, pieces, target.offset + start * wide, count * wide)
+
+
+def _checked_cast(values: Any, source: DType, target: Target) -> Any:
+    """The elements in the type of `target`; refuses finite ones that are too large for it."""
+    made = cast(values, source, target.dtype)
+    infinite = not_finite(made, target.dtype) if target.dtype != "F32" else 0
+    if infinite and infinite > not_finite(values, source):
+        raise _too_large(target, values, source)
+    return made
+
+
+@dataclass(frozen=True)
+class _Reorder:
+    """A tensor whose elements lie in another order; a whole one, as these are small."""
+
+    target: Target
+
+    @property
+    def nbytes(self) -> int:
+        return self.target.nbytes
+
+    def run(self, files: _Files) -> None:
+        made = _checked_cast(_in_order(self.target.entry, files), self.target.entry.dtype, self.target)
+        _write(files.target(self.target.file), made.view(np.uint8).data, self.target.offset)
+
+
+def _in_order(entry: Entry, files: _Files) -> Any:
+    """The bytes of a tensor that has strides, in the order of its elements."""
+    raw, item = _joined(entry.pieces, files), ITEM_SIZES[entry.dtype]
+    steps = [step * item for step in entry.stride or ()] + [1]
+    ordered = np.lib.stride_tricks.as_strided(raw, (*entry.shape, item), steps)
+    return np.ascontiguousarray(ordered).reshape(-1)
+
+
+# --- other values ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _ChangedRows:
     """Some rows of a weight that an adapter changes: all in fp32, and rounded once."""
-    target = task.target
-    assert target is not None  # noqa: S101 - only such tasks come here
-    assert task.rows is not None  # noqa: S101
-    assert target.entry.change is not None  # noqa: S101
-    (first, last), entry, at = task.rows, target.entry, task.offset
-    changed = target.entry.change.changing(lambda part: _matrix(part, files))
-    columns = prod(entry.shape[1:])
-    row = ITEM_SIZES[entry.dtype] * columns
-    step = max(1, CHUNK // columns)
-    for start in range(first, last, step):
-        stop = min(start + step, last)
-        pieces = cut(task.pieces, (start - first) * row, (stop - start) * row)
-        base = cast(_joined(pieces, files), entry.dtype, "F32").view(NUMPY_TYPES["F32"])
-        values = changed(base.reshape(stop - start, columns), start).reshape(-1)
-        made = cast(values, "F32", target.dtype)
-        if not_finite(made, target.dtype) > not_finite(values, "F32"):
-            raise _too_large(target, values, "F32")
-        at += _write(descriptor, made.view(np.uint8).data, at)
+
+    target: Target
+    change: Change
+    rows: range
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.rows) * self.target.columns * ITEM_SIZES[self.target.dtype]
+
+    def run(self, files: _Files) -> None:
+        target, descriptor = self.target, files.target(self.target.file)
+        changed = self.change.changing(lambda part: _matrix(part, files))
+        at = target.offset + self.rows.start * target.columns * ITEM_SIZES[target.dtype]
+        for start in self.rows[:: _rows_of(target, CHUNK)]:
+            stop = min(start + _rows_of(target, CHUNK), self.rows.stop)
+            base = _rows(target.entry, start, stop, files)
+            made = _checked_cast(changed(base, start).reshape(-1), "F32", target)
+            at += _write(descriptor, made.view(np.uint8).data, at)
+
+
+def _changes(target: Target, change: Change) -> Iterator[_ChangedRows]:
+    rows, step = target.entry.shape[0], _rows_of(target, SEGMENT // ITEM_SIZES["F32"])
+    for start in range(0, rows, step):
+        yield _ChangedRows(target, change, range(start, min(start + step, rows)))
+
+
+def _rows_of(target: Target, elements: int) -> int:
+    """How many rows have about so many elements; all, where they do not lie in order."""
+    return max(1, elements // target.columns) if target.entry.stride is None else target.entry.shape[0]
+
+
+def _rows(entry: Entry, start: int, stop: int, files: _Files) -> Any:
+    """Some rows in fp32. Shape [stop - start, columns]."""
+    row = entry.nbytes // entry.shape[0]
+    if entry.stride is None:
+        raw = _joined(cut(entry.pieces, start * row, (stop - start) * row), files)
+    else:
+        raw = _in_order(entry, files)[start * row : stop * row]
+    return cast(raw, entry.dtype, "F32").view(NUMPY_TYPES["F32"]).reshape(stop - start, -1)
 
 
 def _matrix(entry: Entry, files: _Files) -> Any:
     """A small tensor, whole, in fp32. Shape as it has."""
-    values = cast(_joined(entry.pieces, files), entry.dtype, "F32").view(NUMPY_TYPES["F32"])
-    return values.reshape(entry.shape)
+    raw = _joined(entry.pieces, files) if entry.stride is None else _in_order(entry, files)
+    return cast(raw, entry.dtype, "F32").view(NUMPY_TYPES["F32"]).reshape(entry.shape)
+
+
+# --- reading and writing -----------------------------------------------------------------------------------
 
 
 def _joined(pieces: Iterable[Piece], files: _Files) -> Any:
@@ -267,19 +304,6 @@ def _chunks(pieces: Iterable[Piece], files: _Files) -> Iterator[Any]:
             part = buffer[: min(CHUNK, piece.length - start)]
             _read_into(files.source(piece.file), part.data, piece.offset + start, piece.file)
             yield part
-
-
-def _gathered(target: Target, files: _Files) -> Any:
-    """The bytes of a tensor whose elements lie in another order."""
-    (piece,) = target.entry.pieces
-    raw = np.frombuffer(_read(files.source(piece.file), piece.offset, piece.length, piece.file), np.uint8)
-    item = ITEM_SIZES[target.entry.dtype]
-    steps = [step * item for step in target.entry.stride or ()] + [1]
-    ordered = np.lib.stride_tricks.as_strided(raw, (*target.entry.shape, item), steps)
-    flat = np.ascontiguousarray(ordered).reshape(-1)
-    if target.dtype == target.entry.dtype:
-        return flat.data
-    return cast(flat, target.entry.dtype, target.dtype).view(np.uint8).data
 
 
 def _read(descriptor: int, offset: int, size: int, file: Path) -> Any:
