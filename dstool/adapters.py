@@ -296,9 +296,9 @@ class _Folding:
             raise self._no_fit(f"the base has no {name}")
         if entry.shape != shape:
             raise self._no_fit(f"{name} is of shape {list(entry.shape)}, the adapter of {list(shape)}")
-        if entry.dtype not in NUMPY_TYPES or entry.stride is not None:
+        if entry.dtype not in NUMPY_TYPES:
             raise ModelError(
-                f"{self.base}: {name} is stored in a form ({entry.dtype}) that no adapter can be added to",
+                f"{self.base}: {name} is of a type ({entry.dtype}) that no adapter can be added to",
                 hint="--base-model FOLDER_OR_NAME of the same model in 16 or 32 bits",
             )
         return entry
