@@ -110,6 +110,7 @@ _TRAIN_COMMENTS = {
     "warmup_steps": "steps until the full rate; below 1 it is a share of all steps",
     "gradient_checkpointing": "less memory for activations, about a third more time",
     "save_strategy": "when to write a checkpoint: epoch, steps or no",
+    "save_total_limit": "the newest checkpoints that are kept; each is several times the weights",
     "save_first_step": "whether to write one after the first step too",
     "save_fp32": "whether to leave the fp32 weights as well, in out/fp32",
 }
@@ -129,6 +130,7 @@ def train(options: Options, *, real_model: bool = False) -> dict[str, Any]:
         "warmup_steps": 0.1 if warms else None,
         "gradient_checkpointing": None,
         "save_strategy": "epoch",
+        "save_total_limit": 3,
         "save_first_step": not real_model,
         "save_fp32": False,
     }

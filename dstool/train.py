@@ -46,9 +46,10 @@ from dstool.config import (
     resolve,
     without_secrets,
 )
-from dstool.console import plain
+from dstool.console import human_bytes, plain
 from dstool.data import batches
 from dstool.ds_config import read
+from dstool.ds_config.memory import checkpoint_bytes
 from dstool.errors import (
     CheckpointError,
     ConfigError,
@@ -477,8 +478,26 @@ def _build_trainer(
         len(parts["train_dataset"]),
         held_out,
     )
+    _warn_of_little_room(args, parts["model"])
     some = splits.train[:100]
     return trainer, "messages" if any(some["messages"]) else "pairs" if any(some["text_pair"]) else "texts"
+
+
+def _warn_of_little_room(args: TrainingArguments, model: Any) -> None:
+    """Say now, and not when the first is written, that the disk has no room for the checkpoints."""
+    if args.process_index or args.save_strategy == "no":
+        return
+    trained = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
+    each = checkpoint_bytes(trained, 4 if _precision_of(args) == "fp32" else 2)
+    folder = next(path for path in (Path(args.output_dir), *Path(args.output_dir).parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    kept = (args.save_total_limit or 1) + 1  # a new one is whole before the oldest goes
+    if free < kept * each:
+        logger.warning(
+            "a checkpoint takes about %s and %d are there at a time, and the disk of %s has %s free: "
+            "train.save_total_limit=1 keeps one, train.save_strategy=no writes none",
+            *(human_bytes(each), kept, args.output_dir, human_bytes(free)),
+        )
 
 
 def _with_lora(model: Any, lora: LoraSection, config: Config, args: TrainingArguments) -> Any:

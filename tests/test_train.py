@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback, TrainingArguments
 
 from dstool import train as train_module
 from dstool.config import load
@@ -686,6 +686,21 @@ def test_no_secret_is_written_beside_the_weights(train_here: Callable[..., Any],
 
 
 # --- failures of files and connections -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("width", "strategy", "warned"), [(10**6, "epoch", True), (10**6, "no", False), (10, "epoch", False)]
+)
+def test_K28_a_disk_without_room_for_checkpoints_is_told_of_before_the_first_step(
+    width: int, strategy: str, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A layer of a million by a million, of which no weight is made, has 16 TB of checkpoint."""
+    layer = torch.nn.Linear(width, width, bias=False, device="meta")
+    arguments = {"save_strategy": strategy, "save_total_limit": 2, "use_cpu": True}
+    args = TrainingArguments(str(tmp_path / "run/out"), **arguments)
+    with caplog.at_level("WARNING", "dstool"):
+        train_module._warn_of_little_room(args, layer)
+    assert ("takes about 16.0 TB and 3 are there" in caplog.text) is warned
 
 
 def test_K28_a_disk_that_is_full_ends_the_run_in_one_line(train_here: Callable[..., Any]) -> None:

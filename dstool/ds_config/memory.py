@@ -434,12 +434,22 @@ def later(model: ModelShape, setup: Setup) -> Later:
     """
     trained = 4 * model.trained_parameters
     return Later(
-        checkpoint_disk=(setup.width + 4 + setup.state_bytes) * model.trained_parameters,
+        checkpoint_disk=checkpoint_bytes(model.trained_parameters, setup.width, setup.state_bytes),
         consolidate_disk=trained,
         consolidate_memory=CONSOLIDATE_MEMORY,
         merge_disk=setup.width * model.parameters,
         merge_memory=MERGE_MEMORY,
     )
+
+
+def checkpoint_bytes(trained: int, width: int, state_bytes: int = 8) -> int:
+    """The bytes of a checkpoint: of each trained parameter the weight, the fp32 copy, the optimizer's states.
+
+    Args:
+        width: bytes of a weight in the precision of the run.
+        state_bytes: by default those of Adam, which has the most.
+    """
+    return (width + 4 + state_bytes) * trained
 
 
 # --- sizes -----------------------------------------------------------------------------------------------
