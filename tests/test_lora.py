@@ -172,7 +172,8 @@ def test_a_kept_adapter_names_the_base_model_that_is_given(adapter: Path, here: 
 def test_an_adapter_of_a_model_that_is_here_alone_is_not_pushed(
     adapter: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dstool.hub.check", lambda repo, *, private: None)  # test_card.py has a hub; this needs none
+    # test_card.py has a hub; this needs none
+    monkeypatch.setattr("dstool.hub.check", lambda repo, *, private: None)
     with pytest.raises(ConfigError, match="which is here alone"):
         merge(adapter, here / "kept", keep_adapter=True, push_to_hub="org/m")
     assert not (here / "kept").exists()
