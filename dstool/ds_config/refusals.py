@@ -1,7 +1,7 @@
-"""What DeepSpeed refuses though each value alone is of the right type: pairs that contradict, items of lists.
+"""What DeepSpeed refuses though each value has the right type: pairs that contradict, items of lists.
 
-The sources are the validators of deepspeed 0.19.8: runtime/config.py `_do_error_check`, runtime/zero/config.py,
-runtime/zenflow, compile/config.py.
+The sources are the validators of deepspeed 0.19.8: runtime/config.py `_do_error_check`,
+runtime/zero/config.py, runtime/zenflow, compile/config.py.
 """
 
 from __future__ import annotations

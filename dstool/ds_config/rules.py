@@ -353,8 +353,8 @@ def _leaves(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
             yield from _leaves(value, (*path, name))
 
 
-# Outside of pydantic's blocks, the keys that DeepSpeed computes with at once, null or not: of a file with null
-# at every key of the table in turn, `DeepSpeedConfig` refuses these.
+# Outside of pydantic's blocks, the keys that DeepSpeed computes with at once, null or not: with null at each
+# key of the table in turn, `DeepSpeedConfig` refuses these.
 _NEVER_NULL: Final = frozenset(
     {
         "autotuning.exps_dir",
