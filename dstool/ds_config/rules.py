@@ -39,6 +39,22 @@ _REFUSED: Final = MappingProxyType(
 )
 
 
+# What to write where the type alone does not say it.
+_FORMS: Final[Mapping[tuple[str, ...], str]] = MappingProxyType(
+    {
+        ("bf16",): 'write {"enabled": true}',
+        ("fp16",): 'write {"enabled": true}',
+        ("optimizer",): 'write {"type": "AdamW", "params": {"lr": "auto"}}',
+        ("optimizer", "params", "betas"): 'write [0.9, 0.999], or "auto" in place of the list',
+        ("scheduler", "params", "warmup_num_steps"): 'write 1 or more, or "auto"',
+        ("gradient_accumulation_steps",): 'write a whole number above 0, or "auto"',
+        ("zero_optimization",): 'write {"stage": 2}, or another stage',
+        ("zero_optimization", "offload_optimizer"): 'write {"device": "cpu"}',
+        ("zero_optimization", "offload_param"): 'write {"device": "cpu"}',
+    }
+)
+
+
 def refused(look: Look) -> Iterator[Raw]:
     """Everything that stops `dstool train`, in the words of `read.reconcile`."""
     problems = read.problems(look.ds, look.around.train or {})
@@ -55,10 +71,14 @@ def refused(look: Look) -> Iterator[Raw]:
         elif each.path == (_ZERO,) and isinstance(look.get(_ZERO), bool):
             consequence, mend, edits = _old_zero(look)
         elif each.rule == "wrong-type":
+            mend = _FORMS.get(each.path, mend)
             edits = _plain_value(look, each.path, keys.keys().get(dotted))
         elif each.rule == "unknown-key":
             problem = problem + _elsewhere(each.path[-1], problem)
-            mend = renamed(look, each.path, meant) if each.meant else mend
+            if each.meant:
+                mend = renamed(look, each.path, meant)
+            elif problem != each.words:
+                mend = "move it where it is read, or delete it"
             if inside := keys.keys().get(dotted):
                 problem = f"{dotted} is a path, and no key"
                 mend = f"write {inside.name} into the block {inside.block}"

@@ -212,3 +212,31 @@ def test_an_older_name_is_mended_at_once(name):
     assert one.mend == 'write "offload_param": {"device": "cpu"} in its place'
     assert json.loads(fix(text, NOWHERE).text)[ZERO]["offload_param"] == {"device": "cpu"}
     assert not found(fix(text, NOWHERE).text)
+
+
+@pytest.mark.parametrize(
+    ("more", "path", "form"),
+    [
+        ({"bf16": True}, "bf16", '{"enabled": true}'),
+        ({"optimizer": "AdamW"}, "optimizer", '{"type": "AdamW"'),
+        ({ZERO: 2}, ZERO, '{"stage": 2}'),
+        ({ZERO: {"stage": 2, "offload_optimizer": "cpu"}}, f"{ZERO}.offload_optimizer", '{"device": "cpu"}'),
+        ({"gradient_accumulation_steps": 2.5}, "gradient_accumulation_steps", "a whole number above 0"),
+        ({"fp16": "auto"}, "fp16", '{"enabled": true}'),
+        ({"zero_hpz_partition_size": 2}, "zero_hpz_partition_size", "move it where it is read"),
+        ({"lr": 0.1}, "lr", "move it where it is read"),
+    ],
+    ids=str,
+)
+def test_a_mend_shows_the_form(more, path, form):
+    (one,) = [each for each in found(text_of(**more)) if each.path == path]
+    assert form in one.mend
+
+
+@pytest.mark.parametrize("name", ["postscale_gradients", "gradient_accumulation_dtype"])
+def test_a_key_that_only_looks_alike_is_not_guessed(name):
+    assert "did you mean" not in errors(text_of(**{name: True}))[name].problem
+
+
+def test_a_key_in_capitals_is_guessed():
+    assert "did you mean bf16?" in errors(text_of(BF16={"enabled": True}))["BF16"].problem
