@@ -6,6 +6,7 @@ table of `keys`. A rule yields a `Raw` for everything that it finds, and `check`
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Iterator, Mapping
@@ -57,7 +58,7 @@ _FORMS: Final[Mapping[tuple[str, ...], str]] = MappingProxyType(
 
 def refused(look: Look) -> Iterator[Raw]:
     """Everything that stops `dstool train`, in the words of `read.reconcile`."""
-    problems = read.problems(look.ds, look.around.train or {})
+    problems = [_in_place(look, each) for each in read.problems(look.ds, look.around.train or {})]
     meant = {each.path[-1]: each.meant for each in problems if each.meant}
     for each in problems:
         consequence, mend = _REFUSED[each.rule]
@@ -87,6 +88,13 @@ def refused(look: Look) -> Iterator[Raw]:
         yield Raw(each.rule, each.path, problem, consequence, mend, edits)
 
 
+def _in_place(look: Look, problem: read.Problem) -> read.Problem:
+    """The problem where it stands: `reconcile` speaks of bf16 by the name that it is read under."""
+    if problem.path[0] == "bf16" and not look.has("bf16") and look.has("bfloat16"):
+        return dataclasses.replace(problem, path=("bfloat16", *problem.path[1:]))
+    return problem
+
+
 _ZERO: Final = "zero_optimization"
 
 
@@ -102,6 +110,8 @@ def _elsewhere(name: str, said: str) -> str:
     """Where a key of that name would be read, unless a better guess has been made."""
     if "did you mean" in said:
         return ""
+    if name == "gradient_accumulation_dtype":
+        return ", data_types.grad_accum_dtype is read"
     blocks = [key.block for key in keys.keys().values() if key.name == name and key.block]
     return f", it is read in {' and '.join(blocks[:2])}" if blocks and name != "enabled" else ""
 

@@ -240,3 +240,8 @@ def test_a_key_that_only_looks_alike_is_not_guessed(name):
 
 def test_a_key_in_capitals_is_guessed():
     assert "did you mean bf16?" in errors(text_of(BF16={"enabled": True}))["BF16"].problem
+
+
+def test_the_old_name_of_bf16_has_its_own_place():
+    text = text_of(bfloat16={"enabled": "true"})
+    assert list(errors(text)) == ["bfloat16.enabled"]
