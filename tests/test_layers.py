@@ -31,6 +31,7 @@ LAYERS = (
         "dstool.ds_config.looks",
         "dstool.ds_config.rules",
         "dstool.ds_config.run_rules",
+        "dstool.ds_config.refusals",
         "dstool.ds_config.check",
         "dstool.new_run_file",
         "dstool.launch",

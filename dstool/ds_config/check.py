@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from dstool.ds_config import read, rules, run_rules, source
+from dstool.ds_config import read, refusals, rules, run_rules, source
 from dstool.ds_config.looks import Circumstances, Look, Raw, Severity
 from dstool.ds_config.source import Edit, Fault, Source
 from dstool.errors import ConfigError, NoDevice
@@ -52,7 +52,7 @@ def check(text: Source, around: Circumstances) -> tuple[Finding, ...]:
         look = Look(text.value, text, around)
         # What is no number has no value that the rules could speak of.
         spoilt = {each.path for each in found if each.rule == "not-a-number"}
-        raws = [raw for rule in (*rules.RULES, *run_rules.RULES) for raw in rule(look)]
+        raws = [raw for rule in (*rules.RULES, *run_rules.RULES, *refusals.RULES) for raw in rule(look)]
         raws = [raw for raw in raws if ".".join(raw.at) not in spoilt]
         found += [_of_raw(text, raw) for raw in _told_once(raws)]
         if not all(fault.edits for fault in text.faults):
@@ -71,7 +71,10 @@ def fix(text: str, around: Circumstances) -> Fixed:
         faults = {fault.rule for fault in parsed.faults}
         mends = [each for each in check(parsed, around) if each.edit and (not faults or each.rule in faults)]
         chosen = _apart(mends)
-        changed = source.apply(text, [edit for each in chosen for edit in each.edit])
+        if not faults and source.parse(_mended(text, chosen)).faults:
+            # One that spoils the file holds up no other.
+            chosen = [each for each in chosen if not source.parse(_mended(text, [each])).faults]
+        changed = _mended(text, chosen)
         if changed == text or (not faults and source.parse(changed).faults):
             break
         text = changed
@@ -79,6 +82,10 @@ def fix(text: str, around: Circumstances) -> Fixed:
     if crlf:
         text = text.replace("\r\n", "\n").replace("\n", "\r\n")
     return Fixed(text, tuple(mended))
+
+
+def _mended(text: str, mends: Iterable[Finding]) -> str:
+    return source.apply(text, [edit for each in mends for edit in each.edit])
 
 
 def _apart(mends: Iterable[Finding]) -> list[Finding]:
@@ -190,6 +197,8 @@ def _told_once(raws: Iterable[Raw]) -> list[Raw]:
     """The findings without those that only follow from another."""
     raws = list(raws)
     nameless = {raw.at for raw in raws if raw.rule in _NAMELESS or raw.at == ("bfloat16",)}
+    wrong = {raw.at for raw in raws if raw.rule in ("wrong-type", "wrong-value")}
+    refused = {raw.at for raw in raws if raw.severity == "error" and raw.rule != "old-name"}
     seen: set[tuple[str, ...]] = set()
     kept = []
     for raw in raws:
@@ -197,10 +206,14 @@ def _told_once(raws: Iterable[Raw]) -> list[Raw]:
             if raw.at in seen:
                 continue
             seen.add(raw.at)
+        if raw.at in wrong and raw.rule in ("auto-unfilled", "contradiction", "null-block"):
+            continue
+        if raw.at in refused and raw.rule == "unread-key":
+            continue
         above = {raw.at[:length] for length in range(1, len(raw.at) + 1)}
         if raw.rule in ("auto-unfilled", "null-param", "unread-key") and above & nameless:
             continue
-        if raw.rule == "old-name" and raw.at in seen:
+        if raw.rule == "old-name" and raw.at in refused:
             continue
         kept.append(raw)
     return kept
@@ -209,7 +222,7 @@ def _told_once(raws: Iterable[Raw]) -> list[Raw]:
 # --- before a run ------------------------------------------------------------------------------------------
 
 # What `read` and `read.reconcile` set right by themselves, with a note.
-_SETTLED: Final = frozenset({"aio-in-zero", "byte-order-mark"})
+_SETTLED: Final = frozenset({"aio-in-zero", "byte-order-mark", "old-name"})
 
 
 def refusal(

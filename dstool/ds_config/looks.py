@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dstool.ds_config import read
+from dstool.ds_config import keys, read
 from dstool.ds_config.build import AUTO
 from dstool.ds_config.source import Edit, Source
 
@@ -80,6 +81,15 @@ class Look:
         holder = self.get(*path[:-1]) if len(path) > 1 else self.ds
         return isinstance(holder, dict) and path[-1] in holder
 
+    def misnamed(self, *block: str) -> frozenset[str]:
+        """The keys that the unknown ones of the object at `block` are taken to mean."""
+        names = [key.name for key in keys.keys().values() if key.block == ".".join(block)]
+        held = self.get(*block) if block else self.ds
+        unknown = [name for name in held if name not in names] if isinstance(held, dict) else []
+        unknown = [name for name in unknown if not name.startswith(("_", "//"))]
+        meant = [nearest(name, names) if block else read.meant_by(name) for name in unknown]
+        return frozenset(name for name in meant if name)
+
     @property
     def stage(self) -> int | None:
         """The ZeRO stage that a Trainer would use; None where it is no stage, or misnamed."""
@@ -93,7 +103,20 @@ class Look:
     @property
     def offloads(self) -> bool:
         """Whether the optimizer is off the device."""
-        return self.get("zero_optimization", "offload_optimizer", "device") in ("cpu", "nvme")
+        return self.device("offload_optimizer") in ("cpu", "nvme")
+
+    def device(self, block: str) -> Any:
+        """The device of offload_optimizer or offload_param, also where the block has its old name."""
+        old = read.OLD_OFFLOADS[block]
+        if not self.has("zero_optimization", block) and self.get("zero_optimization", old) is True:
+            return "cpu"
+        return self.get("zero_optimization", block, "device")
+
+
+def nearest(name: str, names: list[str]) -> str | None:
+    """The one of `names` that an unknown name comes nearest to, in small or capital letters."""
+    close = difflib.get_close_matches(name, names, 1, cutoff=0.6)
+    return next(iter(close or difflib.get_close_matches(name.lower(), names, 1, cutoff=0.6)), None)
 
 
 Rule = Callable[[Look], Iterator[Raw]]
@@ -129,7 +152,13 @@ def replace(look: Look, path: tuple[str, ...], value: Any) -> tuple[Edit, ...]:
 
 
 def add(look: Look, block: tuple[str, ...], **values: Any) -> tuple[Edit, ...]:
-    """The edits that add `values` to the object at `block`."""
+    """The edits that add `values` to the object at `block`; none where no object is.
+
+    A key that is there under a name that only comes near is not added: the mend of that name gives its value.
+    """
+    values = {name: value for name, value in values.items() if name not in look.misnamed(*block)}
+    if block and not isinstance(look.get(*block), dict):
+        return ()
     texts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
     return (look.source.addition(block, *texts),) if texts and block in look.source.places else ()
 

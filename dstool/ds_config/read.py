@@ -169,6 +169,11 @@ _TRAINERS_OWN: Final = (
     "gradient_clipping",
 )
 
+# runtime/zero/config.py: what true under the old name makes of the new is the device "cpu".
+OLD_OFFLOADS: Final = MappingProxyType(
+    {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
+)
+
 _GATHER: Final = "stage3_gather_16bit_weights_on_model_save"
 _GATHER_NAMES: Final = (_GATHER, "stage3_gather_fp16_weights_on_model_save")
 
@@ -384,6 +389,20 @@ def misnames_stage(ds: Mapping[str, Any]) -> bool:
     return any(difflib.get_close_matches(name, meant, 1, cutoff=0.66) for name in names)
 
 
+# Where the letters mislead: bfp16 is as near to fp16, and the others mean another key, or the opposite.
+_MEANT: Final[Mapping[str, str | None]] = MappingProxyType(
+    {"bfp16": "bf16", "gradient_accumulation_dtype": None, "postscale_gradients": None}
+)
+
+
+def meant_by(key: str) -> str | None:
+    """The key of the top level that an unknown one is taken to mean; None where none comes near."""
+    if key in _MEANT:
+        return _MEANT[key]
+    close = difflib.get_close_matches(key.lower(), TOP_LEVEL_KEYS, 1, cutoff=0.7)
+    return close[0] if close else None
+
+
 def show(value: Any) -> str:
     """`value` as JSON has it, cut where it is long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
@@ -412,10 +431,9 @@ def _check_names(work: _Work) -> None:
         elif _INSIDE_ZERO.match(key):
             work.problems.append(Problem("wrong-block", (key,), f"{key} belongs inside zero_optimization"))
         else:
-            close = difflib.get_close_matches(key, TOP_LEVEL_KEYS, 1, cutoff=0.7)
-            close = ["bf16"] if key == "bfp16" else close  # as near to fp16 in its letters
-            words = f"{key} is no DeepSpeed key{f', did you mean {close[0]}?' if close else ''}"
-            work.problems.append(Problem("unknown-key", (key,), words, close[0] if close else None))
+            meant = meant_by(key)
+            words = f"{key} is no DeepSpeed key{f', did you mean {meant}?' if meant else ''}"
+            work.problems.append(Problem("unknown-key", (key,), words, meant))
     for key in REMOVED_ZERO_KEYS:
         if key in work.ds.get("zero_optimization", {}):
             path = f"zero_optimization.{key}"
@@ -452,9 +470,18 @@ def _settle_zero(work: _Work) -> None:
 
 def _check_offload(work: _Work) -> None:
     """Offloading that DeepSpeed accepts and does not do, or that lacks its folder."""
-    stage = work.get("zero_optimization.stage")
-    for name in ("offload_optimizer", "offload_param"):
+    stage, zero = work.get("zero_optimization.stage"), work.ds["zero_optimization"]
+    for name, old in OLD_OFFLOADS.items():
         where = f"zero_optimization.{name}"
+        if zero.get(old) is True and name not in zero:
+            # DeepSpeed still knows the old name, and accelerate leaves the optimizer on the device for it.
+            del zero[old]
+            zero[name] = {"device": "cpu"}
+            work.notes.append(f"zero_optimization.{old} is read as {name} on the CPU, its name today")
+            if stage < (lowest := 3 if name == "offload_param" else 1):
+                words = f"zero_optimization.{old} needs stage {lowest}, the stage is {stage}"
+                work.wrong("offload-stage", f"zero_optimization.{old}", words)
+            continue
         device = work.get(f"{where}.device")
         if device in (None, AUTO, "none"):
             continue

@@ -6,6 +6,7 @@ table of `keys`. A rule yields a `Raw` for everything that it finds, and `check`
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from typing import Any, Final
 
 from dstool.ds_config import keys, read
 from dstool.ds_config.build import AUTO
-from dstool.ds_config.looks import Look, Raw, Rule, add, delete, put, renamed, replace
+from dstool.ds_config.looks import Look, Raw, Rule, Severity, add, delete, nearest, put, renamed, replace
 from dstool.ds_config.read import show
 from dstool.ds_config.source import Edit
 
@@ -39,9 +40,25 @@ _REFUSED: Final = MappingProxyType(
 )
 
 
+# What to write where the type alone does not say it.
+_FORMS: Final[Mapping[tuple[str, ...], str]] = MappingProxyType(
+    {
+        ("bf16",): 'write {"enabled": true}',
+        ("fp16",): 'write {"enabled": true}',
+        ("optimizer",): 'write {"type": "AdamW", "params": {"lr": "auto"}}',
+        ("optimizer", "params", "betas"): 'write [0.9, 0.999], or "auto" in place of the list',
+        ("scheduler", "params", "warmup_num_steps"): 'write 1 or more, or "auto"',
+        ("gradient_accumulation_steps",): 'write a whole number above 0, or "auto"',
+        ("zero_optimization",): 'write {"stage": 2}, or another stage',
+        ("zero_optimization", "offload_optimizer"): 'write {"device": "cpu"}',
+        ("zero_optimization", "offload_param"): 'write {"device": "cpu"}',
+    }
+)
+
+
 def refused(look: Look) -> Iterator[Raw]:
     """Everything that stops `dstool train`, in the words of `read.reconcile`."""
-    problems = read.problems(look.ds, look.around.train or {})
+    problems = [_in_place(look, each) for each in read.problems(look.ds, look.around.train or {})]
     meant = {each.path[-1]: each.meant for each in problems if each.meant}
     for each in problems:
         consequence, mend = _REFUSED[each.rule]
@@ -55,16 +72,27 @@ def refused(look: Look) -> Iterator[Raw]:
         elif each.path == (_ZERO,) and isinstance(look.get(_ZERO), bool):
             consequence, mend, edits = _old_zero(look)
         elif each.rule == "wrong-type":
+            mend = _FORMS.get(each.path, mend)
             edits = _plain_value(look, each.path, keys.keys().get(dotted))
         elif each.rule == "unknown-key":
             problem = problem + _elsewhere(each.path[-1], problem)
-            mend = renamed(look, each.path, meant) if each.meant else mend
+            if each.meant:
+                mend = renamed(look, each.path, meant)
+            elif problem != each.words:
+                mend = "move it where it is read, or delete it"
             if inside := keys.keys().get(dotted):
                 problem = f"{dotted} is a path, and no key"
                 mend = f"write {inside.name} into the block {inside.block}"
         elif each.rule == "wrong-value":
             edits = _plain_value(look, each.path, keys.keys().get(dotted))
         yield Raw(each.rule, each.path, problem, consequence, mend, edits)
+
+
+def _in_place(look: Look, problem: read.Problem) -> read.Problem:
+    """The problem where it stands: `reconcile` speaks of bf16 by the name that it is read under."""
+    if problem.path[0] == "bf16" and not look.has("bf16") and look.has("bfloat16"):
+        return dataclasses.replace(problem, path=("bfloat16", *problem.path[1:]))
+    return problem
 
 
 _ZERO: Final = "zero_optimization"
@@ -82,6 +110,8 @@ def _elsewhere(name: str, said: str) -> str:
     """Where a key of that name would be read, unless a better guess has been made."""
     if "did you mean" in said:
         return ""
+    if name == "gradient_accumulation_dtype":
+        return ", data_types.grad_accum_dtype is read"
     blocks = [key.block for key in keys.keys().values() if key.name == name and key.block]
     return f", it is read in {' and '.join(blocks[:2])}" if blocks and name != "enabled" else ""
 
@@ -112,13 +142,9 @@ def unknown(look: Look) -> Iterator[Raw]:
                 continue
             if known.unknown == "ignored" and name.startswith(("_", "//")):
                 continue
-            meant[name] = "intra_op_parallelism" if here == _THREADS else _nearest(name, names)
+            meant[name] = "intra_op_parallelism" if here == _THREADS else nearest(name, names)
         for name in meant:
             yield _unknown(look, (*path, name), meant, strict=known.unknown == "error")
-
-
-def _nearest(name: str, names: list[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, names, 1, cutoff=0.6)), None)
 
 
 def _unknown(look: Look, here: tuple[str, ...], meant: Mapping[str, str | None], *, strict: bool) -> Raw:
@@ -126,13 +152,17 @@ def _unknown(look: Look, here: tuple[str, ...], meant: Mapping[str, str | None],
     problem = f"{name} is no key of {'.'.join(above)}"
     consequence = "DeepSpeed refuses the whole file" if strict else "DeepSpeed ignores it without a word"
     elsewhere = _top_level(name) or _elsewhere(name, "")
-    if meant[name]:
+    edits: tuple[Edit, ...] = ()
+    if (old := (*above, str(meant[name]))) in _NEW_NAMES:
+        problem, mend = f"{problem}, did you mean {_NEW_NAMES[old][-1]}?", _new_form(look, here, old)
+        edits = _renewed(look, here, old)
+    elif meant[name]:
         problem, mend = f"{problem}, did you mean {meant[name]}?", renamed(look, here, meant)
     elif elsewhere:
         problem, mend = problem + elsewhere, "move it where it is read, or delete it"
     else:
         mend = f"delete it; dstool explain {'.'.join(above)} lists the names"
-    return Raw("unknown-key", here, problem, consequence, mend, (), "error" if strict else "warning")
+    return Raw("unknown-key", here, problem, consequence, mend, edits, "error" if strict else "warning")
 
 
 def _top_level(name: str) -> str:
@@ -196,9 +226,35 @@ def old_names(look: Look) -> Iterator[Raw]:
             yield _both_names(look, old, new)
         else:
             words = f"{key.name} is an old name, it is {new[-1]} today"
-            told = "a Trainer does not look at it" if old == ("bfloat16",) else "a later DeepSpeed refuses it"
-            mend = f"call it {new[-1]}"
-            yield Raw("old-name", old, words, told, mend, _renewed(look, old, new), "warning")
+            told, severity = _of_old(look, old)
+            mend = _new_form(look, old, old)
+            yield Raw("old-name", old, words, told, mend, _renewed(look, old, old), severity)
+
+
+def _of_old(look: Look, old: tuple[str, ...]) -> tuple[str, Severity]:
+    """What happens to what stands under an old name.
+
+    accelerate 1.15 asks for offload_optimizer alone before it makes the optimizer, and DeepSpeed then refuses
+    one of torch (runtime/engine.py `_configure_optimizer`).
+    """
+    own = isinstance(look.get("optimizer"), dict) or look.get("zero_force_ds_cpu_optimizer") is False
+    if old[-1] == "cpu_offload" and look.get(*old) is True and not own and look.stage != 0:
+        return (
+            "a Trainer's own optimizer is refused for it (dstool train reads it as offload_optimizer)",
+            "error",
+        )
+    told = "a Trainer does not look at it" if old == ("bfloat16",) else "a later DeepSpeed refuses it"
+    return told, "warning"
+
+
+def _new_form(look: Look, at: tuple[str, ...], old: tuple[str, ...]) -> str:
+    """The mend of the entry at `at`, whose key is the old name `old`, or is taken for it."""
+    new = _NEW_NAMES[old]
+    if look.has(*new):
+        return f"delete it, as {new[-1]} is there too"
+    if not old[-1].startswith("cpu_offload"):
+        return f"call it {new[-1]}"
+    return f'write "{new[-1]}": {{"device": "cpu"}} in its place' if look.get(*at) is True else "delete it"
 
 
 def _both_names(look: Look, old: tuple[str, ...], new: tuple[str, ...]) -> Raw:
@@ -209,21 +265,24 @@ def _both_names(look: Look, old: tuple[str, ...], new: tuple[str, ...]) -> Raw:
     return Raw("both-names", old, words, "DeepSpeed refuses the pair", f"delete {old[-1]}")
 
 
-def _renewed(look: Look, old: tuple[str, ...], new: tuple[str, ...]) -> tuple[Edit, ...]:
+def _renewed(look: Look, at: tuple[str, ...], old: tuple[str, ...]) -> tuple[Edit, ...]:
     """The old entry under its new name, with the same meaning; nothing where that is not certain."""
-    value = look.get(*old)
-    if old not in look.source.places:
+    value, new = look.get(*at), _NEW_NAMES[old]
+    if at not in look.source.places or look.has(*new) or (at != old and look.has(*old)):
         return ()
     if not old[-1].startswith("cpu_offload"):
-        return (look.source.renaming(old, new[-1]),)
+        return (look.source.renaming(at, new[-1]),) if at == old else ()
     if value is False or value is None:
-        return delete(look, old)
+        return delete(look, at)
     if value is not True or (look.stage or 0) < (3 if old[-1] == "cpu_offload_param" else 1):
         return ()  # where nothing is offloaded, its new name would be refused
-    return (look.source.renaming(old, new[-1]), *replace(look, old, {"device": "cpu"}))
+    return (look.source.renaming(at, new[-1]), *replace(look, at, {"device": "cpu"}))
 
 
 # --- values ------------------------------------------------------------------------------------------------
+
+
+_REFUSES: Final = "DeepSpeed refuses the file after the model has loaded"
 
 
 def values(look: Look) -> Iterator[Raw]:
@@ -232,7 +291,10 @@ def values(look: Look) -> Iterator[Raw]:
         key = keys.keys().get(".".join(path))
         if key is None or value == AUTO or (value is None and "object" in key.types):
             continue
-        if problem := _wrong_type(key, value, strict=_is_strict(key)):
+        if value is None and key.path in _NEVER_NULL:
+            words = f"{key.path} is null, which is not the same as left out"
+            yield Raw("wrong-type", path, words, _REFUSES, "delete it", delete(look, path))
+        elif problem := _wrong_type(key, value, strict=_is_strict(key)):
             told = "DeepSpeed refuses the file, or takes it for something else"
             fraction = isinstance(value, float) and "int" in key.types
             mend = f"write {int(value)}" if fraction else f"write {_expected(key)}"
@@ -321,15 +383,34 @@ def _leaves(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
             yield from _leaves(value, (*path, name))
 
 
+# Outside of pydantic's blocks, the keys that DeepSpeed computes with at once, null or not: with null at each
+# key of the table in turn, `DeepSpeedConfig` refuses these.
+_NEVER_NULL: Final = frozenset(
+    {
+        "autotuning.exps_dir",
+        "autotuning.results_dir",
+        "checkpoint.parallel_write.pipeline_stage",
+        "checkpoint.tag_validation",
+        "data_types.keep_in_fp32_modules",
+        "flops_profiler.enabled",
+        "gradient_allreduce_op",
+        "tensor_parallel.dtype",
+        "torch_autocast.dtype",
+        "torch_autocast.lower_precision_safe_modules",
+        "wall_clock_breakdown",
+    }
+)
+
+
 def _is_strict(key: keys.Key) -> bool:
     """Whether null counts as a value; elsewhere it is the same as leaving the key out."""
     block = keys.keys().get(key.block)
-    return block is not None and block.unknown == "error"
+    return key.path in _NEVER_NULL or (block is not None and block.unknown == "error")
 
 
 def _wrong_type(key: keys.Key, value: Any, *, strict: bool) -> str:
     if value is None:
-        fits = "null" in key.types or not strict
+        fits = key.path not in _NEVER_NULL and ("null" in key.types or not strict)
     else:
         fits = any(_fits(kind, value) for kind in key.types)
     return "" if fits else f"{key.path} is {show(value)}, {_expected(key)} is expected"

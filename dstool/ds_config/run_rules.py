@@ -122,10 +122,13 @@ _TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "
 
 def left_out(look: Look) -> Iterator[Raw]:
     """Keys that Trainer fills in only where they are there."""
-    if look.get("gradient_clipping") is None:
+    misnamed = look.misnamed()  # whose finding tells of it
+    if look.get("gradient_clipping") is None and "gradient_clipping" not in misnamed:
         words = "gradient_clipping is left out"
         told = "DeepSpeed clips at 1.0 from 0.19.3 on and not at all before, whatever max_grad_norm says"
         yield _left_out(look, words, told, "gradient_clipping")
+    if {_TOTAL, _MICRO} & misnamed:
+        return
     if look.get(_TOTAL) is None and look.get(_MICRO) is None:
         words = f"{_TOTAL} and {_MICRO} are left out"
         told = "a Trainer stops: one of them needs to be provided (dstool train fills them in)"
@@ -525,7 +528,8 @@ def _filled(look: Look, name: str) -> tuple[Edit, ...]:
     if look.has(*path):
         return replace(look, path, AUTO)
     if look.has("scheduler", "params"):
-        return add(look, path[:-1], **{name: AUTO})
+        whole = look.get("scheduler", "params") is None
+        return replace(look, path[:-1], {name: AUTO}) if whole else add(look, path[:-1], **{name: AUTO})
     return add(look, ("scheduler",), params={name: AUTO})
 
 
@@ -576,7 +580,7 @@ def compiled(look: Look) -> Iterator[Raw]:
     where = [
         ("zero_optimization", block, "device")
         for block in ("offload_optimizer", "offload_param")
-        if look.get("zero_optimization", block, "device") in ("cpu", "nvme")
+        if look.device(block) in ("cpu", "nvme")
     ]
     nvme = [path for path in where if look.get(*path) == "nvme" and look.stage == 3]
     if nvme and not machine.libaio and "async_io" not in machine.built:
