@@ -28,6 +28,7 @@ from dstool.run_file import by_hand, shown
 logger = logging.getLogger("dstool.init_config")
 
 LOCAL_NVME = Path("/local_nvme")
+STAGES = ("0", "1", "2", "3")
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def init_config(
     changes = _changes(options, text, kept) if kept else {}
     if kept:
         _refuse_kept(kept, run_file, changes, new=new, lora=lora, force=force)
-    text, warnings = _checked(text, _around(options, kept, changes, model), run_file)
+    text, warnings = _checked(text, _around(options, kept, changes, model), run_file, options)
     run_text = rewritten.changed(run_file, changes) if changes else None
     files.write_text(output, text)
     if run_text is not None:
@@ -224,6 +225,11 @@ def _setting(word: str) -> tuple[str, Any]:
             f"--set {word}: the {block} has an option of its own, which writes its parameters too",
             hint=f"dstool init-config --{block} {text}",
         )
+    if path in ("zero_optimization", "zero_optimization.stage"):
+        raise ConfigError(
+            f"--set {word}: the stage has an option of its own, which writes the keys that it reads",
+            hint=f"dstool init-config --stage {text if text in STAGES else 'N: 0, 1, 2 or 3'}",
+        )
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -265,7 +271,8 @@ def json_alone(options: Options, model: str | None = None) -> str:
         ConfigError: options that contradict each other or the machine.
     """
     options = with_nvme_path(options, Path())
-    text, warnings = _checked(generate(options), _around(options, None, {}, model), Path(RUN_FILE))
+    around = _around(options, None, {}, model)
+    text, warnings = _checked(generate(options), around, Path(RUN_FILE), options)
     _tell(options, Path(RUN_FILE), warnings)
     return text
 
@@ -323,7 +330,11 @@ def _changes(options: Options, text: str, kept: Loaded) -> dict[str, Any]:
     train = kept.config.train.arguments()
     given = {**_TRAINERS_DEFAULTS, **train}
     own = {name: value for name, value in of_run_file(options).items() if given.get(name) != value}
-    return {**read.other_words(json.loads(text), train), **own}
+    changes = {**read.other_words(json.loads(text), train), **own}
+    if train.get("warmup_steps") == 0 and changes.get("lr_scheduler_type", "") is None:
+        # that of a scheduler without a warm-up, which goes with it
+        changes.setdefault("warmup_steps", new_run_file.train(options).get("warmup_steps"))
+    return changes
 
 
 def _around(
@@ -337,7 +348,7 @@ def _around(
     return replace(around, train={name: value for name, value in train.items() if value is not None})
 
 
-def _checked(text: str, around: Circumstances, run_file: Path) -> tuple[str, list[Finding]]:
+def _checked(text: str, around: Circumstances, run_file: Path, options: Options) -> tuple[str, list[Finding]]:
     """The JSON as it can run, and what `dstool check` warns of; an error for what it finds wrong.
 
     Where the model has no hidden size to compute an "auto" from, DeepSpeed's own number takes its place.
@@ -350,13 +361,16 @@ def _checked(text: str, around: Circumstances, run_file: Path) -> tuple[str, lis
     if errors:
         # The optimizer's folder and the parameters' are most often one, with one problem.
         words = "; ".join(dict.fromkeys(each.problem for each in errors))
-        raise ds_check.error_of(errors)(words, hint=_mend(errors[0], run_file))
+        raise ds_check.error_of(errors)(words, hint=_mend(errors[0], run_file, options))
     text = source.apply(text, [edit for each in sizes for edit in each.edit])
     return text, list({each.problem: each for each in others}.values())
 
 
-def _mend(error: Finding, run_file: Path) -> str:
+def _mend(error: Finding, run_file: Path, options: Options) -> str:
     """What to type where the JSON is not there yet for `error` to be mended in it."""
+    flags = [option(name) for name, paths in _KEYS.items() if error.path in paths]
+    if flags and error.path in dict(options.settings):
+        return f"{flags[0]} is for that, in place of --set {error.path}"
     if error.rule == "nvme-path":
         return "--nvme-path FOLDER, one on a local NVMe disk"
     if error.rule in ("mismatch", "silent-winner"):

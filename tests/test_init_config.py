@@ -433,7 +433,8 @@ def test_a_global_batch_with_accumulation_decides_the_rows_of_a_step():
     ("words", "said"),
     [
         (["gradient_cliping=1"], "did you mean gradient_clipping?"),
-        (["zero_optimization.stage=5"], "zero_optimization.stage is 5"),
+        (["zero_optimization.stage=5"], "the stage has an option of its own"),
+        (['zero_optimization={"stage": 3}'], "the stage has an option of its own"),
         (["zero_optimization.overlap_com=true"], "did you mean overlap_comm?"),
         (["fp16.enabled=true", "bf16.enabled=true"], "both true"),
         (["train_micro_batch_size_per_gpu=x"], "a whole number above 0"),
@@ -457,7 +458,6 @@ def test_set_is_checked_like_any_file(words, said):
     [
         ({"clip": 1.0}, "gradient_clipping=0.5"),
         ({"micro_batch": 2}, "train_micro_batch_size_per_gpu=4"),
-        ({"stage": 3}, "zero_optimization.stage=2"),
         ({"lr": 1e-3}, 'optimizer={"type": "AdamW"}'),
     ],
     ids=str,
@@ -474,7 +474,35 @@ def test_what_an_option_gives_cannot_be_set_once_more(given, word):
 def test_set_may_change_what_an_option_only_decides():
     options = chosen(stage=2, precision="fp16", settings=["fp16.loss_scale=128", "gradient_clipping=1"])
     assert dict(options.settings) == {"fp16.loss_scale": 128, "gradient_clipping": 1}
-    assert chosen("zero2", settings=["zero_optimization.stage=1"]).settings
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("zero_optimization.stage=3", "dstool init-config --stage 3"),
+        ("optimizer.params.lr=1e-4", "--lr is for that, in place of --set optimizer.params.lr"),
+        (
+            "train_micro_batch_size_per_gpu=4",
+            "--micro-batch is for that, in place of --set train_micro_batch",
+        ),
+        ("scheduler.params.warmup_num_steps=10", "--warmup is for that, in place of --set scheduler."),
+        ("train_batch_size=7", "--global-batch is for that, in place of --set train_batch_size"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_set_names_the_option_that_can(word, hint):
+    with pytest.raises(ConfigError) as caught:
+        init_config(chosen(settings=[word]))
+    assert caught.value.hint.startswith(hint)
+    assert contents() == {}
+
+
+def test_the_warm_up_comes_back_with_a_scheduler_that_has_one(caplog):
+    init_config(Options(scheduler="ConstantLR"))
+    assert load(RUN_FILE).config.train.arguments()["warmup_steps"] == 0
+    init_config(Options(), force=True)
+    assert load(RUN_FILE).config.train.arguments()["warmup_steps"] == 0.1
+    assert "LR 0" not in caplog.text
 
 
 def chosen(preset=None, settings=(), **given) -> Options:
@@ -501,7 +529,7 @@ def test_c28_c32_no_combination_that_is_written_has_a_finding(monkeypatch):
         options = Options(stage, device, path, "auto", optimizer, scheduler, offload_param=None)
         try:
             text = generate(options)
-            _checked(text, Circumstances(train(options)), Path(RUN_FILE))
+            _checked(text, Circumstances(train(options)), Path(RUN_FILE), options)
         except ConfigError:
             continue
         found = check(parse(text), Circumstances(train(options), machine=fit))
