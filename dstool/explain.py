@@ -107,15 +107,12 @@ def find(name: str) -> str:
 
     A whole path or topic comes before the end of a path, and that before any part of one.
     """
-    wanted = name.strip().strip("\":'").replace("-", "_").lower()
+    wanted = name.strip().strip("\":'.").replace("-", "_").lower()
     known, topics = keys(), glossary.topics("en")
     if wanted in known or wanted in topics:
         return wanted
     if wanted in removed():
-        raise ConfigError(
-            f"{wanted}: DeepSpeed {versions()['deepspeed']} refuses this key: {removed()[wanted]}",
-            hint="take it out of the JSON",
-        )
+        raise _gone(wanted)
     ends = [path for path in known if path.endswith(f".{wanted}")]
     parts = [item for item in (*topics, *known) if wanted and wanted in item]
     found = _narrowed(ends) or _narrowed(parts)
@@ -127,7 +124,15 @@ def find(name: str) -> str:
         shown = ", ".join(found[:MOST_CANDIDATES])
         more = f" and {len(found) - MOST_CANDIDATES} more" if len(found) > MOST_CANDIDATES else ""
         raise ConfigError(f"{name} fits several keys: {shown}{more}", hint=f"dstool explain {found[0]}")
-    raise _unknown(name, wanted)
+    gone = [path for path in removed() if path.endswith(f".{wanted}") or wanted.startswith(f"{path}.")]
+    raise _gone(gone[0]) if gone and wanted else _unknown(name, wanted)
+
+
+def _gone(path: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: DeepSpeed {versions()['deepspeed']} refuses this key: {removed()[path]}",
+        hint="take it out of the JSON",
+    )
 
 
 def _narrowed(found: list[str]) -> list[str]:
@@ -148,6 +153,11 @@ def _outdated(path: str) -> bool:
 
 
 def _unknown(name: str, wanted: str) -> ConfigError:
+    if not wanted:
+        return ConfigError("no key of DeepSpeed was named", hint="dstool explain")
+    last = wanted.rpartition(".")[2]
+    if last != wanted and last in keys():
+        return ConfigError(f"no key {name}: {last} stands at the top level", hint=f"dstool explain {last}")
     known = keys()
     last = wanted.rpartition(".")[2]
     names = {key.name: path for path, key in known.items()} | {path: path for path in known}

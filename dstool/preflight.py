@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from dstool import files, log, machine
 from dstool.config import RUN_FILE, Config
@@ -215,6 +213,9 @@ def silent_hub() -> str:
 
 def _unreachable(url: str) -> str:
     """Why nothing answers at `url`; empty when something does."""
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
     try:
         with urlopen(Request(url, method="HEAD"), timeout=HUB_SECONDS):  # noqa: S310 - https, or HF_ENDPOINT
             return ""

@@ -94,6 +94,23 @@ def test_a_name_that_is_none_suggests_the_nearest(name: str, near: str | None) -
     assert find((error.hint or "").removeprefix("dstool explain").strip() or "stage")
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mics_shard_size", "zero_optimization.mics_shard_size: DeepSpeed"),
+        ("sparse_attention.mode", "sparse_attention: DeepSpeed"),
+        ("zero_optimization.aio", "aio stands at the top level"),
+        ("", "no key of DeepSpeed was named"),
+        (".", "no key of DeepSpeed was named"),
+    ],
+)
+def test_what_is_gone_or_elsewhere_is_found_by_a_part_of_its_path(name: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find(name)
+    assert said in caught.value.message
+    assert caught.value.hint
+
+
 @pytest.mark.parametrize("name", removed())
 def test_a_key_that_is_gone_says_so(name: str) -> None:
     assert "refuses this key" in refusal(name).message
