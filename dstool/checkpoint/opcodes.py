@@ -14,7 +14,10 @@ from typing import Final
 LARGE_MEMO: Final = 2**20
 """Entries of a memo, of 16 bytes each, that any pickle may ask for."""
 
-_STOP, _PUT, _LONG_BINPUT = b".", b"p", b"r"
+MOST_TUPLES: Final = 1000
+"""Tuples each around the one before, of which any pickle may build so many at once."""
+
+_STOP, _PUT, _LONG_BINPUT, _DUP = b".", b"p", b"r", b"2"
 _LINES: Final = MappingProxyType({"stringnl_noescape_pair": 2})
 _COUNTED: Final[MappingProxyType[bytes, int]] = MappingProxyType(
     {
@@ -31,7 +34,7 @@ def _simple() -> re.Pattern[bytes]:
     simple = [rb"r..[\x00-\x0f]\x00"]
     for each in pickletools.opcodes:
         code = each.code.encode("latin-1")
-        if code in (_STOP, _PUT, _LONG_BINPUT, *_COUNTED):
+        if code in (_STOP, _PUT, _LONG_BINPUT, _DUP, *_COUNTED):
             continue
         size = 0 if each.arg is None else each.arg.n
         lines = 0 if each.arg is None else _LINES.get(each.arg.name, 1)
@@ -45,10 +48,14 @@ _NUMBER: Final = re.compile(rb"(\d{1,20})\n")
 
 
 def refuse_bombs(program: bytes) -> None:
-    """Raise `ValueError` for a pickle whose few bytes ask for much memory: a memo, or bytes, of any size.
+    """Raise `ValueError` for a pickle whose few bytes ask for much memory or time, or for a deep stack.
 
-    The unpickler makes room for what is asked for before it looks whether it is there.
+    The unpickler makes room for a memo, or for bytes, before it looks whether they are there. Tuples of
+    tuples are hashed one inside the other, without an end where each holds the one before twice: DUP is for
+    that, and no pickler writes it. Those that are tied together through the memo are not told.
     """
+    if b"\x85" * MOST_TUPLES in program:
+        raise ValueError("its pickle builds tuples deeper than any checkpoint has")
     at = 0
     while at < len(program):
         run = _SIMPLE.match(program, at)
@@ -58,6 +65,8 @@ def refuse_bombs(program: bytes) -> None:
         code, at = program[at : at + 1], at + 1
         if code == _STOP:
             return
+        if code == _DUP:
+            raise ValueError("its pickle doubles a value, as no pickler does")
         if code in _COUNTED:
             data = at + _COUNTED[code]
             at = data + int.from_bytes(program[at:data], "little")

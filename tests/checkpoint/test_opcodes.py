@@ -31,7 +31,7 @@ def test_a_whole_pickle_passes_and_no_part_of_it(value: Any, protocol: int) -> N
 
 @given(program=st.binary(max_size=60))
 def test_what_pickletools_reads_passes_and_the_rest_is_refused_or_harmless(program: bytes) -> None:
-    """Refused is only what `genops` refuses too, or a memo; it looks into arguments, which we leave alone."""
+    """Refused is only what `genops` refuses too, a memo, or DUP; it looks into arguments, which we leave."""
     try:
         whole = list(pickletools.genops(program))
     except Exception:
@@ -40,7 +40,8 @@ def test_what_pickletools_reads_passes_and_the_rest_is_refused_or_harmless(progr
         refuse_bombs(program)
     except ValueError as error:
         large = [arg for opcode, arg, _ in whole if "PUT" in opcode.name and (arg or 0) > len(program)]
-        assert not whole or (large and "memo" in str(error)), error
+        doubles = [opcode for opcode, _, _ in whole if opcode.name == "DUP"]
+        assert not whole or (large and "memo" in str(error)) or (doubles and "doubles" in str(error)), error
 
 
 @pytest.mark.parametrize("number", [LARGE_MEMO + 1, 2**31, 2**32 - 1])
@@ -52,3 +53,9 @@ def test_a_memo_larger_than_the_pickle_is_refused(number: int) -> None:
 
 def test_a_run_of_more_operations_than_one_match_takes() -> None:
     refuse_bombs(b"N0" * 100_000 + b"N.")
+
+
+def test_tuples_that_take_forever_or_a_deep_stack_to_hash_are_refused() -> None:
+    for nested in (b"2\x86" * 40, b"\x85" * 1_000_000):
+        with pytest.raises(ValueError, match=r"its pickle (doubles|builds tuples)"):
+            refuse_bombs(b"\x80\x02})" + nested + b"Ns.")
