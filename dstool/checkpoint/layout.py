@@ -371,7 +371,9 @@ def _inspect(root: Path, tag: str, *, trust: bool) -> ZeroCheckpoint:
     done = step - models[0].skipped
     if updates is not None and updates != done:
         logger.warning(
-            "%s: the optimizer has made %d steps, the model file says %d", root / tag, updates, done
+            "%s: the optimizer has made %d steps, the model file says %d: if files of two saves are mixed, "
+            "the weights are wrong (consolidate --verify compares them with the run's own)",
+            *(root / tag, updates, done),
         )
     nvme = any(head.swapped for head in optims)
     found = ZeroCheckpoint(
