@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dstool import files
-from dstool.checkpoint import companions, layout, lora, reader, writer
+from dstool.checkpoint import companions, layout, lora, writer
 from dstool.checkpoint.reader import Entry, Weights
 from dstool.checkpoint.stream import Progress
+from dstool.checkpoint.verify import verify as compare
+from dstool.checkpoint.verify import weights_of
 from dstool.config import ConsolidateDtype, Engine, FileFormat
 from dstool.errors import ConfigError
 from dstool.launch import ends_with_clean_up
@@ -156,7 +158,7 @@ def refuse_overlap(found: layout.ZeroCheckpoint, target: Path) -> None:
 
 
 def _weights(found: layout.ZeroCheckpoint, *, exclude_frozen: bool, adapter: bool) -> Weights:
-    weights = reader.of_checkpoint(found)
+    weights = weights_of(found)
     weights = _without_frozen(weights) if exclude_frozen else weights
     return lora.peft_names(weights) if adapter else weights
 
@@ -209,9 +211,7 @@ def replace_places(weights: Weights, made: dict[str, Entry]) -> Weights:
 
 
 def _proof(weights: Weights, written: writer.Written, dtype: str | None) -> str:
-    from dstool.checkpoint.verify import verify
-
-    proof = verify(weights, written, dtype)
+    proof = compare(weights, written, dtype)
     for name in proof.not_finite:
         logger.warning("%s has infinite or NaN elements, as in the checkpoint", name)
     rounded = f", {proof.rounded} against the run's own weights" if proof.rounded else ""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dstool import adapters, card, files, hub, launch, models
-from dstool.checkpoint import companions, layout, lora, reader, writer
+from dstool.checkpoint import companions, layout, lora, verify, writer
 from dstool.checkpoint.pickles import TORCH_NAMES, DType
 from dstool.checkpoint.reader import Weights
 from dstool.checkpoint.stream import Progress
@@ -194,7 +194,7 @@ def _adapter(input_dir: Path, zero_stage: int | None) -> tuple[Path, Weights] | 
     found = _of_stage(layout.find(input_dir), zero_stage)
     if not models.is_adapter(found.root):
         return None
-    return found.root, lora.peft_names(reader.of_checkpoint(found))
+    return found.root, lora.peft_names(verify.weights_of(found))
 
 
 def _planned_adapter(home: Path, weights: Weights, named: str | None, *, keep_adapter: bool) -> _Plan:
@@ -244,7 +244,7 @@ def _read(input_dir: Path, zero_stage: int | None, dtype: Dtype | None) -> tuple
     """The folder with the config and tokenizer, and the weights of the model in `input_dir`."""
     if not models.has_weights(input_dir) or (input_dir / layout.LATEST).exists():
         found = _of_stage(layout.find(input_dir), zero_stage)
-        return _home(found), reader.of_checkpoint(found)
+        return _home(found), verify.weights_of(found)
     if zero_stage is not None:
         _of_stage(layout.find(input_dir), zero_stage)
     weights = models.read_weights(input_dir)
@@ -255,7 +255,7 @@ def _read(input_dir: Path, zero_stage: int | None, dtype: Dtype | None) -> tuple
     masters = _masters(input_dir)
     if masters is not None:
         logger.info("%s holds %s weights, %s their fp32 masters", input_dir, _name(stored), masters.root)
-        return input_dir, reader.of_checkpoint(masters)
+        return input_dir, verify.weights_of(masters)
     logger.warning(
         "%s holds %s weights, and has no whole checkpoint of the same step: written as %s they stay rounded",
         *(input_dir, _name(stored), dtype),

@@ -394,3 +394,24 @@ def test_a_checkpoint_without_config_or_tokenizer_gives_the_weights_alone(broken
     for file in broken.glob("*.json"):
         file.unlink()
     assert names(consolidate(broken).output_dir) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("command", ["consolidate", "merge"])
+def test_k11_masters_of_another_step_are_refused_where_the_run_kept_its_weights(
+    command: str, checkpoint: Path, here: Path
+) -> None:
+    """All the optimizer files agree with each other, and not with the model file beside them."""
+    mixed = Path(shutil.copytree(checkpoint, here / "mixed"))
+    (folder,) = mixed.glob("global_step*")
+    for file in folder.glob("*_optim_states.pt"):
+        content = torch.load(file, weights_only=False)
+        state = content["optimizer_state_dict"]
+        moments = state.get("base_optimizer_state") or state["optimizer_state_dict"]
+        moments["state"][0]["step"] += 1
+        for part in state.get("single_partition_of_fp32_groups") or state["fp32_flat_groups"]:
+            part.data.add_(1)
+        torch.save(content, file)
+    work = consolidate if command == "consolidate" else merge
+    with pytest.raises(CheckpointError, match="files of two saves are mixed"):
+        work(mixed, here / "result")
+    assert not (here / "result").exists()

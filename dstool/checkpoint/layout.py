@@ -92,6 +92,8 @@ class ZeroCheckpoint:
     """Whether some fp32 partitions lie under offloaded_tensors/."""
     universal: bool = False
     """Whether the masters lie whole, each in a file of its own (checkpoint/ds_to_universal.py)."""
+    doubtful: bool = False
+    """Whether the optimizer has made another number of steps than the model file says."""
     trust: bool = False
     """Whether objects of unknown classes in the files are passed over, and not refused."""
     contents: Mapping[Path, Mapping[str, Any]] = field(default_factory=dict, repr=False, compare=False)
@@ -372,13 +374,14 @@ def _inspect(root: Path, tag: str, *, trust: bool) -> ZeroCheckpoint:
     if updates is not None and updates != done:
         logger.warning(
             "%s: the optimizer has made %d steps, the model file says %d: if files of two saves are mixed, "
-            "the weights are wrong (consolidate --verify compares them with the run's own)",
+            "the weights are wrong (consolidate and merge compare them with the run's own, if it has any)",
             *(root / tag, updates, done),
         )
     nvme = any(head.swapped for head in optims)
     found = ZeroCheckpoint(
         *(root, tag, stage, world_size, step, models[0].version, model_files, optim_files, nvme),
         universal=universal,
+        doubtful=updates is not None and updates != done,
         trust=trust,
         contents=contents,
     )

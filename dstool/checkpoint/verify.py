@@ -14,6 +14,7 @@ import numpy as np
 from dstool import __version__
 from dstool.checkpoint import layout, reader
 from dstool.checkpoint.cast import cast, not_finite
+from dstool.checkpoint.layout import ZeroCheckpoint
 from dstool.checkpoint.pickles import ITEM_SIZES, DType, TensorRef
 from dstool.checkpoint.reader import Entry, Weights, cut
 from dstool.checkpoint.writer import Written, stored_dtype
@@ -46,26 +47,62 @@ def verify(weights: Weights, written: Written, dtype: DType | None) -> Verified:
     """
     found = _written(written)
     _same_names(weights, found, written.folder, dtype)
-    kept = _kept_by_the_run(weights)
-    unequal, parted, odd = [], [], []
+    kept = refuse_mixed(weights)
+    unequal, odd = [], []
     for name, entry in weights.entries.items():
         wanted = stored_dtype(entry, dtype)
         if not _equal(entry, found[name], wanted):
             unequal.append(name)
-        if name in kept and not _equal(entry, kept[name], kept[name].dtype, any_nan=True):
-            parted.append(name)
         if entry.is_floating and any(not_finite(chunk, entry.dtype) for chunk in _chunks(entry)):
             odd.append(name)
     _refuse(unequal, "is not what the checkpoint holds", written.folder)
-    _refuse(parted, "rounded is not the weight that the run kept beside its masters", written.folder)
     _write_manifest(weights, written)
     return Verified(len(weights.entries), len(kept), tuple(odd))
 
 
+def weights_of(checkpoint: ZeroCheckpoint) -> Weights:
+    """Where each tensor of `checkpoint` lies.
+
+    Raises:
+        CheckpointError: as for `reader.of_checkpoint`; or its step counts disagree, and its weights too.
+    """
+    weights = reader.of_checkpoint(checkpoint)
+    if checkpoint.doubtful:
+        refuse_mixed(weights)
+    return weights
+
+
+def refuse_mixed(weights: Weights) -> dict[str, Entry]:
+    """Compare the masters, rounded, with the weights that the run kept beside them; gives these, by name.
+
+    Raises:
+        CheckpointError: they are not equal: the files are of two saves, or damaged. Names the tensors.
+    """
+    kept = _kept_by_the_run(weights)
+    parted = [
+        name
+        for name, entry in weights.entries.items()
+        if name in kept and not _equal(entry, kept[name], kept[name].dtype, any_nan=True)
+    ]
+    if parted and weights.checkpoint is not None:
+        where = f"{len(parted)} of the tensors in {weights.checkpoint.folder}: {_shown(parted)}"
+        raise CheckpointError(
+            f"{where}: rounded is not the weight that the run kept beside its masters: files of two saves "
+            "are mixed, or one is damaged",
+            hint="take another checkpoint of the run",
+        )
+    return kept
+
+
 def _refuse(names: Sequence[str], what: str, folder: Path) -> None:
     if names:
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        raise CheckpointError(f"{len(names)} of the tensors in {folder.name}: {shown}: {what}", hint=HINT)
+        raise CheckpointError(
+            f"{len(names)} of the tensors in {folder.name}: {_shown(names)}: {what}", hint=HINT
+        )
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _written(written: Written) -> dict[str, Entry]:
