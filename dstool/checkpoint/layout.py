@@ -356,7 +356,9 @@ class _OptimHead:
 
 def _inspect(root: Path, tag: str, *, trust: bool) -> ZeroCheckpoint:
     files = _sort_names(root, root / tag)
-    contents = {file: read(file, trust=trust) for file in (*files.every_model, *files.optims.values())}
+    seen: dict[bytes, Any] = {}
+    names = (*files.every_model, *files.optims.values())
+    contents = {file: read(file, trust=trust, seen=seen) for file in names}
     models = [_model_head(file, root, contents[file]) for file in files.every_model]
     optims = [_optim_head(file, contents[file]) for file in files.optims.values()]
     sizes = [(head.file, head.world_size) for head in models] + [
@@ -520,19 +522,19 @@ def _check_swap_folders(checkpoint: ZeroCheckpoint) -> None:
 # --- reading a file without trusting it --------------------------------------------------------------
 
 
-def read(file: Path, *, trust: bool = False) -> dict[str, Any]:
+def read(file: Path, *, trust: bool = False, seen: dict[bytes, Any] | None = None) -> dict[str, Any]:
     """The content of a *_states.pt file, as `read_any` gives it.
 
     Raises:
         CheckpointError: as there, or it is no dictionary.
     """
-    content = read_any(file, trust=trust)
+    content = read_any(file, trust=trust, seen=seen)
     if not isinstance(content, dict):
         raise _damaged(file, f"holds a {type(content).__name__}, not a checkpoint")
     return content
 
 
-def read_any(file: Path, *, trust: bool = False) -> Any:
+def read_any(file: Path, *, trust: bool = False, seen: dict[bytes, Any] | None = None) -> Any:
     """The content of a file of torch.save, with the place of its bytes for each tensor (`pickles.read`).
 
     Raises:
@@ -545,7 +547,7 @@ def read_any(file: Path, *, trust: bool = False) -> Any:
             raise _damaged(file, "is empty (0 bytes)")
         if not zipfile.is_zipfile(file):
             raise _damaged(file, f"is cut short or no file of torch.save ({size} bytes, no zip directory)")
-        return pickles.read(file, trust=trust)
+        return pickles.read(file, trust=trust, seen=seen)
     except CheckpointError:
         raise
     except MemoryError as error:

@@ -242,13 +242,15 @@ class _Storage:
     dtype: DType
 
 
-def read(file: Path, *, trust: bool = False) -> Any:
+def read(file: Path, *, trust: bool = False, seen: dict[bytes, Any] | None = None) -> Any:
     """The content of `file`, every tensor as a `TensorRef`. Reads the pickle and the directory alone.
 
     Args:
         file: what torch.save wrote.
         trust: whether objects of classes that are not on the list become inert, in place of a refusal. Their
             code does not run either way.
+        seen: contents that hold no data, by their pickle. A further file with that pickle has the same
+            content, and so the hundreds of model files of stage 3 are unpickled once.
 
     Raises:
         CheckpointError: the file names something that no ZeRO checkpoint needs.
@@ -264,6 +266,8 @@ def read(file: Path, *, trust: bool = False) -> Any:
             raise ValueError("its numbers are big-endian")
         # read whole, and so checked by its CRC, before the unpickler sees any of it
         program = _stored(archive, records, name)
+        if seen is not None and program in seen:
+            return seen[program]
         opcodes.refuse_bombs(program)
         reader = _Reader(io.BytesIO(program), file, raw.fileno(), records, prefix)
         content, problem = None, None
@@ -280,6 +284,8 @@ def read(file: Path, *, trust: bool = False) -> Any:
         ) from problem
     if problem is not None:
         raise problem
+    if seen is not None and not reader.holds_data:
+        seen[program] = content
     return content
 
 
@@ -311,7 +317,7 @@ def _stored(archive: zipfile.ZipFile, records: Mapping[str, _Record], name: str)
 class _Reader(pickle.Unpickler):
     """Builds stand-ins for what is on the list, and inert objects for the rest. Calls nothing that is named.
 
-    `foreign` are the names of the rest.
+    `foreign` are the names of the rest. `holds_data` says whether any tensor has an element, and so a place.
     """
 
     def __init__(
@@ -321,6 +327,7 @@ class _Reader(pickle.Unpickler):
         self._file, self._descriptor, self._records, self._prefix = file, descriptor, records, prefix
         self._starts: dict[str, int] = {}
         self.foreign: dict[str, None] = {}
+        self.holds_data = False
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for `module.name`."""
@@ -399,6 +406,7 @@ class _Reader(pickle.Unpickler):
         if shape.numel() and (last + 1) * item > storage.size:
             raise ValueError("a tensor larger than its record")
         _refuse_overlap(shape, steps, item)
+        self.holds_data |= 0 not in shape
         return TensorRef(self._file, storage.offset + offset * item, dtype, shape, steps)
 
 

@@ -496,9 +496,9 @@ def _trained_3(checkpoint: ZeroCheckpoint, models: Sequence[Mapping[str, Any]]) 
 def _check_partition_sizes(
     checkpoint: ZeroCheckpoint, model: Mapping[str, Any], groups: Sequence[Sequence[TensorRef]]
 ) -> None:
+    sizes = [layout.partition_numel(shapes, checkpoint.world_size) for shapes in model["param_shapes"]]
     for file, partitions in zip(checkpoint.optim_files, groups, strict=True):
-        for index, (shapes, partition) in enumerate(zip(model["param_shapes"], partitions, strict=True)):
-            expected = layout.partition_numel(shapes, checkpoint.world_size)
+        for index, (expected, partition) in enumerate(zip(sizes, partitions, strict=True)):
             if partition.numel() != expected:
                 raise CheckpointError(
                     f"{file}: group {index} has {partition.numel()} elements, its parameters {expected}",

@@ -173,3 +173,20 @@ def test_k17_the_objects_that_an_fp16_run_saves_need_no_trust(tmp_path: Path) ->
     for file in root.glob("*/*_optim_states.pt"):
         edit(file, lambda content: content["optimizer_state_dict"].update(more))
     assert torch.equal(reader.open_checkpoint(root)["w"], model.trained["w"])
+
+
+def test_a_pickle_seen_before_is_not_read_again_unless_its_tensors_lie_in_the_file(tmp_path: Path) -> None:
+    """At stage 3 the ranks' model files are alike but for what is frozen, of which each has its own part."""
+    empty, filled = {"module": {"w": torch.empty(0)}}, {"part": torch.zeros(3)}
+    seen: dict[bytes, Any] = {}
+    one, two = (
+        layout.read(saved(tmp_path / f"{name}.pt", empty | {"step": 7}), seen=seen) for name in ("one", "two")
+    )
+    assert one is two
+    assert layout.read(saved(tmp_path / "later.pt", empty | {"step": 8}), seen=seen)["step"] == 8
+    one, two = (layout.read(saved(tmp_path / f"part {n}.pt", filled), seen=seen) for n in (1, 2))
+    assert (one["part"].file.name, two["part"].file.name) == ("part 1.pt", "part 2.pt")
+    whole = saved(tmp_path / "cut.pt", empty | {"step": 7})
+    whole.write_bytes(whole.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="cut short"):
+        layout.read(whole, seen=seen)
