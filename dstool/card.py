@@ -215,13 +215,14 @@ def _settings(run: Run) -> dict[str, Any]:
     parts = f"{batch} x {accumulated} accumulated x {ranks} ranks"
     optimizer = (ds.get("optimizer") or {}).get("type") or of("optim")
     versions = run.record.get("versions") or {}
+    is_last = run.step == int(run.record["steps"])
     return {
         "ZeRO stage": run.record["stage"],
         "precision": run.record["precision"],
         "optimizer": getattr(optimizer, "value", optimizer),
         "learning rate": of("learning_rate"),
         "batch per step": f"{batch * accumulated * ranks}: {parts}",
-        **({} if of("max_steps") > 0 else {"epochs": of("num_train_epochs")}),
+        **({"epochs": of("num_train_epochs")} if of("max_steps") <= 0 and is_last else {}),
         "steps": run.step,
         "seed": of("seed"),
         **({"LoRA": f"r {run.config.lora.r}, alpha {run.config.lora.lora_alpha}"} if run.config.lora else {}),

@@ -92,7 +92,8 @@ def refuse_replacing(target: Path, ours: Collection[str], *, force: bool) -> Non
     That is a folder of files alone, each of a name that fits one of the glob patterns in `ours`. Anything
     else in it (the checkpoints of a run, somebody's notes) would be gone for good.
     """
-    refuse_existing(target, force=force)
+    if target.is_dir():
+        refuse_existing(target, force=force)
     if target.is_dir() and Path.cwd().is_relative_to(target.resolve()):
         raise ConfigError(
             f"{target} is the current folder, or holds it: it cannot be replaced",

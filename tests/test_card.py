@@ -133,6 +133,7 @@ def test_another_checkpoint_than_the_last_has_the_metrics_of_its_step(
     (result,) = data["model-index"][0]["results"]
     assert [(each["type"], each["value"]) for each in result["metrics"]] == [("loss", 3.0)]
     assert "| steps | 8 |" in text
+    assert "epochs" not in text
 
 
 def test_a_sample_gives_the_language(run: Callable[..., Path], here: Path) -> None:

@@ -18,6 +18,7 @@ from dstool.files import (
     occupied,
     option,
     refuse_existing,
+    refuse_replacing,
     refuse_unwritable,
     typed,
     write_text,
@@ -362,3 +363,12 @@ def test_an_option_is_shown_as_it_is_typed():
     assert option("seq_len", 512) == "--seq-len 512"
     assert option("model", "내 것") == "--model '내 것'"
     assert option("lora") == option("lora", True) == "--lora"
+
+
+def test_what_force_would_not_replace_is_not_said_to_be_overwritten_by_it():
+    Path("link").symlink_to("gone")
+    Path("file").write_text("notes")
+    for name in ("link", "file"):
+        with pytest.raises(ConfigError) as caught:
+            refuse_replacing(Path(name), (), force=False)
+        assert "--force" not in str(caught.value.hint)

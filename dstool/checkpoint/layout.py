@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from dstool.checkpoint import pickles
-from dstool.checkpoint.pickles import Shape
+from dstool.checkpoint.pickles import Inert, Shape
 from dstool.errors import CheckpointError, ConfigError
 from dstool.files import typed
 
@@ -288,12 +288,22 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 def _given_tag(root: Path, tag: str) -> str:
     """`tag`, checked to be a folder of a checkpoint in `root`."""
     tags = [folder.name for folder in _tag_folders(root)]
-    if tag not in tags:
+    if tag in tags:
+        return tag
+    if _is_tag_folder(root):
         raise CheckpointError(
-            f"{root} has no tag {tag!r}; there is {', '.join(tags) or 'none'}",
-            hint=f"--tag {typed(tags[-1])}" if tags else "name the checkpoint-N folder that the run wrote",
+            f"{root} is itself the folder of a tag, and --tag names one in a checkpoint",
+            hint=f"dstool consolidate {typed(root)}",
         )
-    return tag
+    if within := [each for each in _run_checkpoints(root) if (each / tag).is_dir()]:
+        raise CheckpointError(
+            f"{root} is the folder of a run, and --tag names a folder in one of its checkpoints",
+            hint=f"dstool consolidate {typed(within[0] / tag)}",
+        )
+    raise CheckpointError(
+        f"{root} has no tag {tag!r}; there is {', '.join(tags) or 'none'}",
+        hint=f"--tag {typed(tags[-1])}" if tags else "name the checkpoint-N folder that the run wrote",
+    )
 
 
 def _read_latest(root: Path, name: str = LATEST) -> str:
@@ -530,7 +540,11 @@ def read(file: Path, *, trust: bool = False, seen: dict[bytes, Any] | None = Non
     """
     content = read_any(file, trust=trust, seen=seen)
     if not isinstance(content, dict):
-        raise _damaged(file, f"holds a {type(content).__name__}, not a checkpoint")
+        what = "an object" if isinstance(content, Inert) else f"a {type(content).__name__}"
+        raise CheckpointError(
+            f"{file} holds {what}, where a checkpoint has a dict: nothing of DeepSpeed's",
+            hint=_other_hint(file.parent.parent),
+        )
     return content
 
 
@@ -663,10 +677,13 @@ def _nothing_in(path: Path) -> CheckpointError:
             hint="peft loads an adapter as it is" if adapter else f"dstool merge --input-dir {typed(path)}",
         )
     inside = sorted((entry for entry in path.iterdir() if is_zero(entry)), key=_natural)
-    names = " or ".join(f"dstool consolidate {typed(entry)}" for entry in inside)
     adapters = sorted(entry for entry in path.iterdir() if entry.is_dir() and adapter_file(entry))
-    names = names or " or ".join(f"dstool merge --input-dir {typed(entry)}" for entry in adapters)
+    others = inside or adapters
+    also = f"; there is {', '.join(map(str, others))}" if len(others) > 1 else ""
+    command = "dstool consolidate" if inside else "dstool merge --input-dir"
     return CheckpointError(
-        f"no ZeRO checkpoint in {path}: looked for {looked}",
-        hint=names or "name the checkpoint-N folder that the run wrote",
+        f"no ZeRO checkpoint in {path}: looked for {looked}{also}",
+        hint=f"{command} {typed(others[-1])}"
+        if others
+        else "name the checkpoint-N folder that the run wrote",
     )

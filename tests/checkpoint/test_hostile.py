@@ -400,3 +400,9 @@ def test_what_a_tensor_is_can_be_asked_without_its_data(file: Path, monkeypatch:
     monkeypatch.setattr(TensorRef, "number", lambda self: opened.append(self.number))
     assert layout.read(file)["w"].shape == (3, 4)
     assert not opened
+
+
+def test_a_trusted_file_that_is_one_foreign_object_is_told_as_such(file: Path) -> None:
+    with_program(file, b"\x80\x02cposix\nsystem\nX\x02\x00\x00\x00ls\x85R.")
+    message = refusal(file, trust=True).message
+    assert message == f"{file} holds an object, where a checkpoint has a dict: nothing of DeepSpeed's"

@@ -329,3 +329,21 @@ def test_k17_a_pickle_is_never_executed(run: Path, tmp_path: Path) -> None:
     message = refusal(run / "checkpoint-4").message
     assert f"{file} asks for posix.mkdir" in message
     assert not (tmp_path / "sprung").exists()
+
+
+def test_a_tag_that_is_asked_for_where_there_is_none_says_where_it_would_be(run: Path) -> None:
+    tag = run / "checkpoint-4" / "global_step4"
+    for place in (run, tag):
+        with pytest.raises(CheckpointError) as caught:
+            find(place, tag="global_step4")
+        assert caught.value.hint == f"dstool consolidate {tag}"
+        assert ("run" in caught.value.message) == (place == run)
+    with pytest.raises(CheckpointError, match="has no tag 'global_step5'; there is none"):
+        find(run, tag="global_step5")
+
+
+def test_where_several_could_be_meant_one_command_is_shown_and_all_are_named(run: Path) -> None:
+    shutil.copytree(run, run.parent / "other")
+    error = refusal(run.parent)
+    assert error.message.endswith(f"; there is {run.parent / 'other'}, {run}")
+    assert error.hint == f"dstool consolidate {run}"
