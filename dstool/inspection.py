@@ -152,8 +152,9 @@ def _count(entries: Sequence[Entry]) -> Count:
 
 def _uses(found: ZeroCheckpoint) -> dict[str, Any]:
     plain = "yes: the weights of the model itself, as there are no masters"
+    doubt = "after a comparison with the weights that the run kept, as the step counts disagree"
     return {
-        "consolidates": "yes" if found.stage else plain,
+        "consolidates": doubt if found.doubtful else "yes" if found.stage else plain,
         "merges": _merges(found),
         "resumes": _resumes(found),
     }

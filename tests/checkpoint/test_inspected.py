@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from altered import edit
 from by_hand import Model, save
 
 from dstool.inspection import InspectResult, inspect
@@ -102,3 +103,10 @@ def test_a_checkpoint_of_many_ranks_takes_less_than_3_seconds(here, command):
     found = done.json()
     assert (found["world_size"], found["trained"]["tensors"]) == (48, 500)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
+
+
+def test_k11_steps_that_disagree_are_told_with_what_consolidate_will_do(model, here):
+    root = save(here / "checkpoint-7", model, 2, 2)
+    assert inspect(root).consolidates == "yes"
+    edit(root / "global_step7/mp_rank_00_model_states.pt", lambda content: content.update(global_steps=8))
+    assert inspect(root).consolidates.startswith("after a comparison")
