@@ -516,6 +516,8 @@ def _checkpoint_and_words(given: Sequence[str]) -> tuple[Path | None, list[str]]
             f"{' and '.join(paths)} are {len(paths)} checkpoints, and one is consolidated at a time",
             hint=f"dstool consolidate {typed(paths[0])}",
         )
+    if "" in paths:
+        raise ConfigError("the path of the checkpoint is empty", hint="dstool consolidate CHECKPOINT")
     return Path(paths[0]) if paths else None, words
 
 

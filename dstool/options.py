@@ -15,6 +15,14 @@ from dstool.ds_config import options as ds
 
 _Dtype = Literal["fp32", "bf16", "fp16"]
 
+
+def _folder(text: str) -> Path:
+    """The path; one that is empty, as of an unset "$OUT", would be the current folder."""
+    if not text:
+        raise typer.BadParameter("the path is empty")
+    return Path(text)
+
+
 # --- of several commands -------------------------------------------------------------------------------
 
 Config = Annotated[
@@ -196,7 +204,11 @@ ShowConfig = Annotated[bool, typer.Option("--show-config", help="Print the setti
 StartAnew = Annotated[bool, typer.Option("--force", help="Start anew where an earlier run lies.")]
 Inspected = Annotated[
     Path | None,
-    typer.Argument(help="A checkpoint-N or global_stepN folder, or a run's folder. Default: the run's."),
+    typer.Argument(
+        parser=_folder,
+        metavar="CHECKPOINT",
+        help="A checkpoint-N or global_stepN folder, or a run's folder. Default: the run's.",
+    ),
 ]
 
 # --- consolidate ---------------------------------------------------------------------------------------
@@ -209,7 +221,10 @@ CheckpointAndWords = Annotated[
         "file.",
     ),
 ]
-WeightsDir = Annotated[Path | None, typer.Option("--output-dir", "-o", help="Where the weights go.")]
+WeightsDir = Annotated[
+    Path | None,
+    typer.Option("--output-dir", "-o", parser=_folder, metavar="<path>", help="Where the weights go."),
+]
 KeepDtype = Annotated[
     Literal["fp32", "bf16", "fp16", "keep"] | None,
     typer.Option(help="The type of the weights; keep: that of the checkpoint."),
@@ -235,9 +250,16 @@ TrustPickle = Annotated[
 
 InputDir = Annotated[
     Path | None,
-    typer.Option(help="A checkpoint, a run's folder or a model folder. Default: the run's folder."),
+    typer.Option(
+        parser=_folder,
+        metavar="<path>",
+        help="A checkpoint, a run's folder or a model folder. Default: the run's folder.",
+    ),
 ]
-ModelDir = Annotated[Path | None, typer.Option("--output-dir", "-o", help="Where the model goes.")]
+ModelDir = Annotated[
+    Path | None,
+    typer.Option("--output-dir", "-o", parser=_folder, metavar="<path>", help="Where the model goes."),
+]
 ZeroStage = Annotated[
     int | None, typer.Option(min=0, max=3, help="Refuse a checkpoint of another ZeRO stage.")
 ]
@@ -280,7 +302,12 @@ Chat = Annotated[
 ]
 InferModel = Annotated[
     Path | None,
-    typer.Option(help="A model folder; by default the run's newest weights.", show_default=False),
+    typer.Option(
+        parser=_folder,
+        metavar="<path>",
+        help="A model folder; by default the run's newest weights.",
+        show_default=False,
+    ),
 ]
 ComputeDtype = Annotated[_Dtype | None, typer.Option(help="The type to compute in.")]
 MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Tokens that are generated at most.")]

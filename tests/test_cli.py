@@ -422,3 +422,21 @@ def test_show_config_as_json_is_one_object():
     shown = json.loads(succeeds("train", "--show-config", "--json"))
     assert shown["train.max_steps"] == {"value": 3, "from": "dstool.yaml:2"}
     assert shown["train.output_dir"] == {"value": "out", "from": "default"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["consolidate", ""],
+        ["consolidate", "out", "-o", ""],
+        ["inspect", ""],
+        ["merge", "--input-dir", "", "-o", "merged"],
+        ["merge", "-o", ""],
+        ["infer", "--model", "", "-t", "a"],
+    ],
+)
+def test_an_empty_path_as_of_an_unset_variable_is_not_the_current_folder(words):
+    done = dstool(*words)
+    assert done.returncode == 2
+    assert "is empty" in done.stderr
+    assert files() == []
