@@ -50,7 +50,10 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class Raw:
-    """A finding before it has its place: the path, what is wrong, what happens, the mend and its edits."""
+    """A finding before it has its place: the path, what is wrong, what happens, the mend and its edits.
+
+    `meant` is the path that the entry of a wrong name or place is taken to belong at.
+    """
 
     rule: str
     at: tuple[str, ...]
@@ -59,6 +62,7 @@ class Raw:
     mend: str
     edits: tuple[Edit, ...] = ()
     severity: Severity = "error"
+    meant: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)

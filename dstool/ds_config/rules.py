@@ -85,7 +85,14 @@ def refused(look: Look) -> Iterator[Raw]:
                 mend = f"write {inside.name} into the block {inside.block}"
         elif each.rule == "wrong-value":
             edits = _plain_value(look, each.path, keys.keys().get(dotted))
-        yield Raw(each.rule, each.path, problem, consequence, mend, edits)
+        yield Raw(each.rule, each.path, problem, consequence, mend, edits, meant=_home(each))
+
+
+def _home(problem: read.Problem) -> tuple[str, ...] | None:
+    """Where the entry of a wrong name or place belongs."""
+    if problem.rule == "wrong-block":
+        return (_ZERO, *problem.path)
+    return (*problem.path[:-1], problem.meant) if problem.meant else None
 
 
 def _in_place(look: Look, problem: read.Problem) -> read.Problem:
@@ -162,7 +169,10 @@ def _unknown(look: Look, here: tuple[str, ...], meant: Mapping[str, str | None],
         problem, mend = problem + elsewhere, "move it where it is read, or delete it"
     else:
         mend = f"delete it; dstool explain {'.'.join(above)} lists the names"
-    return Raw("unknown-key", here, problem, consequence, mend, edits, "error" if strict else "warning")
+    severity: Severity = "error" if strict else "warning"
+    right = meant[name]
+    home = (*above, right) if right else None
+    return Raw("unknown-key", here, problem, consequence, mend, edits, severity, home)
 
 
 def _top_level(name: str) -> str:
@@ -194,6 +204,7 @@ def nested_aio(look: Look) -> Iterator[Raw]:
         "DeepSpeed refuses the whole file: Extra inputs are not permitted",
         "move aio to the top level",
         edits,
+        meant=("aio",),
     )
 
 

@@ -7,10 +7,11 @@ nothing else: whatever is not is a `Fault`, with the edits that mend it where th
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -71,6 +72,16 @@ class Source:
         """The text of a line, counted from 1."""
         return self.text.split("\n")[number - 1].rstrip("\r")
 
+    def moved(self, homes: Mapping[tuple[str, ...], tuple[str, ...]]) -> Source:
+        """The same text, read as if each of the entries stood at its home, in an object that is there."""
+        value, places = copy.deepcopy(self.value), dict(self.places)
+        for path, home in homes.items():
+            holder, target = _at(value, path[:-1]), _at(value, home[:-1])
+            target[home[-1]] = holder.pop(path[-1])
+            for old in [old for old in places if old[: len(path)] == path]:
+                places[home + old[len(path) :]] = places.pop(old)
+        return replace(self, value=value, places=places)
+
     def deletion(self, path: Path) -> Edit:
         """The edit that takes an entry of an object out, with the comma that goes with it."""
         place = self.places[path]
@@ -103,6 +114,12 @@ class Source:
             return Edit(last, place.end - 1, f"\n{indent}{entries}\n{indent[2:]}")
         comma = f",\n{indent}" if "\n" in self.text[place.start : place.end] else ", "
         return Edit(last, last, "".join(comma + text for text in texts))
+
+
+def _at(value: Any, path: Path) -> Any:
+    for name in path:
+        value = value[name]
+    return value
 
 
 def apply(text: str, edits: Iterable[Edit]) -> str:
