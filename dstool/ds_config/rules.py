@@ -311,7 +311,7 @@ def values(look: Look) -> Iterator[Raw]:
             mend = f"write {int(value)}" if fraction else f"write {_expected(key)}"
             yield Raw("wrong-type", path, problem, told, mend, _plain_value(look, path, key))
         elif problem := _beyond(key, value):
-            edits = _older_dtype(look, path, value)
+            edits = _older_dtype(look, path, value) or _in_its_case(look, path, key)
             told = _TAKEN.get(key.path, "DeepSpeed refuses it")
             yield Raw("wrong-value", path, problem, told, _limits(key), edits)
 
@@ -490,10 +490,9 @@ def _number(text: str, key: keys.Key) -> int | float | None:
 def _beyond(key: keys.Key, value: Any) -> str:
     if isinstance(value, bool | None | dict | list):
         return ""
-    folded = {str(each).lower(): each for each in key.choices or ()} if key.any_case else {}
-    said = folded.get(value.lower(), value) if isinstance(value, str) else value
+    said = _choice(key, value) if key.any_case else value
     if key.choices is not None and said not in key.choices:
-        close = difflib.get_close_matches(str(said), [str(each) for each in key.choices], 1)
+        close = difflib.get_close_matches(str(_choice(key, said)), [str(each) for each in key.choices], 1)
         guess = f", did you mean {close[0]}?" if close and isinstance(said, str) else ""
         return f"{key.path} is {show(value)}, not one of {', '.join(map(str, key.choices))}{guess}"
     if isinstance(value, str):
@@ -501,6 +500,12 @@ def _beyond(key: keys.Key, value: Any) -> str:
     low = (key.minimum is not None and value < key.minimum) or (key.above is not None and value <= key.above)
     high = (key.maximum is not None and value > key.maximum) or (key.below is not None and value >= key.below)
     return f"{key.path} is {show(value)}, it must be {_limits(key)}" if low or high else ""
+
+
+def _choice(key: keys.Key, value: Any) -> Any:
+    """The choice that `value` is in small or capital letters; `value` where it is none."""
+    folded = {str(each).lower(): each for each in key.choices or ()}
+    return folded.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _limits(key: keys.Key) -> str:
@@ -517,6 +522,26 @@ def _limits(key: keys.Key) -> str:
         if limit is not None
     ]
     return " and ".join(limits)
+
+
+# The keys for which DeepSpeed refuses a choice in another case as soon as it reads the file. Of the others
+# some are taken for something else, which may be what runs today.
+_OF_ONE_CASE: Final = frozenset(
+    {
+        "tensor_parallel.vocab_parallel_ce_backend",
+        "torch_autocast.dtype",
+        "weight_quantization.q_type",
+        "zero_optimization.offload_optimizer.device",
+        "zero_optimization.offload_param.device",
+        "zero_optimization.zenflow.select_strategy",
+    }
+)
+
+
+def _in_its_case(look: Look, path: tuple[str, ...], key: keys.Key) -> tuple[Edit, ...]:
+    """The choice that is written in another case."""
+    meant = _choice(key, look.get(*path))
+    return replace(look, path, meant) if key.path in _OF_ONE_CASE and meant in (key.choices or ()) else ()
 
 
 def _older_dtype(look: Look, path: tuple[str, ...], value: Any) -> tuple[Edit, ...]:

@@ -447,6 +447,29 @@ VALUES = [
         "not one of none, cpu, nvme",
     ),
     zero_case(
+        "offload device in capitals",
+        {"offload_optimizer": {"device": "CPU"}},
+        "wrong-value",
+        "offload_optimizer.device",
+        "did you mean cpu?",
+        mended={f"{ZERO}.offload_optimizer.device": "cpu"},
+    ),
+    case(
+        "a dtype in capitals",
+        text_of(torch_autocast={"enabled": True, "dtype": "BFloat16"}),
+        "wrong-value",
+        "torch_autocast.dtype",
+        "did you mean bfloat16?",
+        mended={"torch_autocast.dtype": "bfloat16"},
+    ),
+    case(
+        "a warm-up that DeepSpeed takes for another in capitals",
+        text_of(scheduler=warm(warmup_type="Linear")),
+        "wrong-value",
+        "scheduler.params.warmup_type",
+        "did you mean linear?",
+    ),
+    zero_case(
         "offload as text", {"offload_optimizer": "cpu"}, "wrong-type", "offload_optimizer", "an object"
     ),
     zero_case(
@@ -1406,6 +1429,26 @@ def test_a_value_that_is_read_in_any_case_is_fine_in_any(key):
         assert not found(text_of(**block))
 
 
+@pytest.mark.parametrize(
+    "key", [key for key in keys.keys().values() if "str" in key.types and key.choices and not key.any_case]
+)
+def test_a_value_in_capitals_is_mended_where_deepspeed_refuses_the_file_for_it(key):
+    """Against DeepSpeed itself: one that it takes for something else may be meant."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    meant = key.choices[-1]
+    config = one_block(key.path, meant.upper())
+    config.setdefault(ZERO, {})["stage"] = 3
+    assert any(f"did you mean {meant}?" in each.problem for each in found(json.dumps(config)))
+    mended = flat(json.loads(fix(json.dumps(config), NOWHERE).text)).get(key.path)
+    try:
+        DeepSpeedConfig({"train_batch_size": 1, **config})
+    except ValueError:
+        assert mended == meant
+    else:
+        assert mended == meant.upper()
+
+
 def test_a_text_where_a_limited_number_may_stand_is_no_traceback():
     zero = {"zenflow": {"update_interval": "often"}, "offload_optimizer": {"device": "cpu"}}
     (one,) = found(text_of(zero=zero))
@@ -1452,6 +1495,52 @@ def test_a_stage_under_another_name_or_place_is_one_finding_and_none_is_added(co
     text = json.dumps({**OWN, **config})
     assert [(each.severity, each.path) for each in found(text)] == [("error", path)]
     assert fix(text, NOWHERE).text == text
+
+
+MISSPELT = "zero_optimisation"
+
+
+@pytest.mark.parametrize(
+    ("config", "paths"),
+    [
+        (
+            {MISSPELT: {"stage": 5, "overlap_com": True}},
+            [MISSPELT, f"{MISSPELT}.stage", f"{MISSPELT}.overlap_com"],
+        ),
+        (
+            {MISSPELT: {"stage": 2, "offload_optimiser": {"device": "gpu"}, "aio": {"thread_count": 1}}},
+            [
+                MISSPELT,
+                f"{MISSPELT}.offload_optimiser",
+                f"{MISSPELT}.offload_optimiser.device",
+                f"{MISSPELT}.aio",
+                f"{MISSPELT}.aio.thread_count",
+            ],
+        ),
+        (
+            {ZERO: {"stage": 3, **GATHER, "aio": {"thread_count": 1, "block_size": "2"}}},
+            [f"{ZERO}.aio", f"{ZERO}.aio.thread_count", f"{ZERO}.aio.block_size"],
+        ),
+        (
+            {ZERO: {"stage": 2}, "offload_optimizer": {"device": "gpu"}},
+            ["offload_optimizer", "offload_optimizer.device"],
+        ),
+        (
+            {ZERO: {"stage": 2}, "optimiser": {"params": {"lr": "1"}}},
+            ["optimiser"] * 2 + ["optimiser.params.lr"],
+        ),
+        ({ZERO: {"stage": 2}, MISSPELT: {"stage": 5}}, [MISSPELT]),
+        ({MISSPELT: {"stage": 5}, "zero_optimizatoin": {"stage": 6}}, [MISSPELT, "zero_optimizatoin"]),
+    ],
+)
+def test_a_block_of_a_wrong_name_or_place_is_looked_into_as_what_it_means(config, paths):
+    text = json.dumps({**OWN, **config}, indent=2)
+    assert [each.path for each in found(text)] == paths
+    lines = [each.line for each in found(text)]
+    assert lines == sorted(lines)
+    once = fix(text, NOWHERE).text
+    assert fix(once, NOWHERE).text == once
+    assert MISSPELT not in text or once == text
 
 
 @pytest.mark.parametrize("config", [OWN, {**OWN, ZERO: {}}, {**OWN, ZERO: {"_stage": 2}, "_stage": "two"}])
@@ -1700,6 +1789,8 @@ def configs(draw):
                 break
         else:
             node[last] = draw(TREE)
+    for name in draw(st.lists(st.sampled_from(sorted(config)), max_size=2)) if config else ():
+        config[f"{name}s"] = config.pop(name, None)
     return config
 
 
