@@ -40,6 +40,12 @@ _REFUSED: Final = MappingProxyType(
 )
 
 
+_WARM_UP: Final = ("scheduler", "params", "warmup_num_steps")
+# deepspeed 0.19.8 runtime/lr_schedules.py; a warm-up of 1 step it takes for one of 2.
+_NO_WARM_UP: Final = (
+    "DeepSpeed stops after the model has loaded: ValueError, warmup_num_steps must be a positive integer"
+)
+
 # What to write where the type alone does not say it.
 _FORMS: Final[Mapping[tuple[str, ...], str]] = MappingProxyType(
     {
@@ -47,7 +53,7 @@ _FORMS: Final[Mapping[tuple[str, ...], str]] = MappingProxyType(
         ("fp16",): 'write {"enabled": true}',
         ("optimizer",): 'write {"type": "AdamW", "params": {"lr": "auto"}}',
         ("optimizer", "params", "betas"): 'write [0.9, 0.999], or "auto" in place of the list',
-        ("scheduler", "params", "warmup_num_steps"): 'write 1 or more, or "auto"',
+        _WARM_UP: 'write 1 or more, or "auto"',
         ("gradient_accumulation_steps",): 'write a whole number above 0, or "auto"',
         ("zero_optimization",): 'write {"stage": 2}, or another stage',
         ("zero_optimization", "offload_optimizer"): 'write {"device": "cpu"}',
@@ -73,6 +79,8 @@ def refused(look: Look) -> Iterator[Raw]:
             consequence, mend, edits = _old_zero(look)
         elif each.rule == "wrong-type":
             mend = _FORMS.get(each.path, mend)
+            if each.path == _WARM_UP and not isinstance(look.get(*_WARM_UP), bool):
+                consequence = _NO_WARM_UP
             edits = _plain_value(look, each.path, keys.keys().get(dotted))
         elif each.rule == "unknown-key":
             problem = problem + _elsewhere(each.path[-1], problem)

@@ -914,6 +914,17 @@ OPTIMIZERS = [
         "scheduler.type",
         "above stage 0",
     ),
+    *(
+        case(
+            f"{name} warms up for longer than it runs",
+            text_of(scheduler=warm(name, warmup_num_steps=100, total_num_steps=99)),
+            "contradiction",
+            "scheduler.params.warmup_num_steps",
+            "warmup_num_steps 100 is above total_num_steps 99",
+            severity=W,
+        )
+        for name in ("WarmupDecayLR", "WarmupCosineLR")
+    ),
     case(
         "C28 a scheduler of Trainer",
         text_of(scheduler={"type": "linear"}),
@@ -1685,6 +1696,52 @@ def test_a_scheduler_of_torch_is_built_on_an_optimizer_of_torch_alone():
             ConstantLR(cls.__new__(cls))
 
 
+@pytest.mark.parametrize("name", run_rules._TORCH_SCHEDULERS)
+def test_a_scheduler_of_torch_comes_with_the_one_of_trainer_to_set(name):
+    from transformers.trainer_utils import SchedulerType
+
+    (one,) = found(text_of(scheduler={"type": name}))
+    said = one.mend.partition("set train.lr_scheduler_type to ")[2].partition(" in the run file")[0]
+    assert said in {each.value for each in SchedulerType}
+    expected = {"CosineAnnealingLR": "cosine", "LinearLR": "linear", "ConstantLR": "constant"}
+    assert said == expected.get(name, said)
+
+
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "1", 1, 2])
+def test_a_warm_up_that_deepspeed_refuses_is_told_with_its_error(name, steps):
+    """Against DeepSpeed itself, which takes a warm-up of 1 step for one of 2."""
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    more = {} if name == "WarmupLR" else {"total_num_steps": 9}
+    told = [each.consequence for each in found(text_of(scheduler=warm(name, warmup_num_steps=steps, **more)))]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    try:
+        getattr(lr_schedules, name)(optimizer, warmup_num_steps=steps, **more)
+    except ValueError as error:
+        words = str(error).partition(", got")[0]
+        assert told == [f"DeepSpeed stops after the model has loaded: ValueError, {words}"]
+    else:
+        assert told == []
+
+
+@pytest.mark.parametrize("name", ["WarmupDecayLR", "WarmupCosineLR"])
+def test_a_warm_up_longer_than_the_run_never_comes_to_its_peak(name):
+    """Against DeepSpeed itself, which says a word in its log and goes on."""
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = getattr(lr_schedules, name)(optimizer, total_num_steps=5, warmup_num_steps=9)
+    rates = []
+    for _ in range(5):
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == sorted(rates)
+    assert rates[-1] < 1
+
+
 def test_a_batch_that_fits_is_fine():
     pinned = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
     assert found(text_of(**pinned), Circumstances(world_size=2)) == ()
@@ -1746,7 +1803,9 @@ def test_a_run_is_refused_with_one_error_that_names_all():
         "train_micro_batch_size_per_gpu is 4 in the JSON and "
         "train.per_device_train_batch_size 2 in the run file"
     )
-    assert error.hint == 'in ds.json set to "auto": train_micro_batch_size_per_gpu'
+    assert error.hint == "dstool check ds.json shows each with its place and mend"
+    alone = error_of(text_of(train_micro_batch_size_per_gpu=4), run(per_device_train_batch_size=2))
+    assert alone.hint == 'in ds.json set to "auto": train_micro_batch_size_per_gpu'
 
 
 def test_warnings_and_what_a_run_sets_right_by_itself_stop_no_run():
