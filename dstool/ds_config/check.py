@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
+from dstool import files
 from dstool.ds_config import keys, read, refusals, rules, run_rules, source
 from dstool.ds_config.looks import Circumstances, Look, Raw, Severity
 from dstool.ds_config.source import Edit, Fault, Source
@@ -275,12 +276,14 @@ def refusal(
         f"{run_name if each.rule == _OF_RUN_FILE else _place(each, json_name, places=places)}: {each.problem}"
         for each in wrong
     ]
-    hint = "dstool check shows each with its place and mend"
+    command = f"dstool check {files.typed(json_name)}" if places else "dstool check"
+    hint = f"{command} shows each with its place and mend"
     if any(each.edit for each in errors) and places:
-        hint += ", dstool check --fix mends what is certain"
+        hint += f", {command} --fix mends what is certain"
     if differ:
         both = "; ".join(each.problem for each in differ)
         parts.append(f"{json_name} and {run_name} disagree: {both}")
+    if differ and not wrong:
         hint = f'in {json_name} set to "auto": {", ".join(each.path for each in differ)}'
     return error_of(errors)("; ".join(parts), hint=hint)
 

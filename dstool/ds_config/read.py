@@ -373,6 +373,7 @@ def _refusal(work: _Work, run_name: str) -> ConfigError:
     hint = "dstool check shows each with its place and mend"
     if work.mismatches:
         parts.append(f"{work.json_name} and {run_name} disagree: {'; '.join(work.mismatches.values())}")
+    if work.mismatches and not work.problems:
         hint = f'in {work.json_name} set to "auto": {", ".join(work.mismatches)}'
     return ConfigError("; ".join(parts), hint=hint)
 
