@@ -11,7 +11,9 @@ import copy
 import json
 import math
 import re
+from bisect import bisect_right
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -22,6 +24,8 @@ Path = tuple[str | int, ...]
 """Keys and positions in lists, from the top level on."""
 
 DEEPEST: Final = 100
+
+_LINE_END: Final = re.compile(r"\r\n|\r|\n")
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,17 @@ class Source:
 
     def line_column(self, position: int) -> tuple[int, int]:
         """The line and column, both from 1, of an offset."""
-        before = self.text[:position]
-        return before.count("\n") + 1, position - before.rfind("\n")
+        line = bisect_right(self._starts, position)
+        return line, position - self._starts[line - 1] + 1
 
     def line(self, number: int) -> str:
         """The text of a line, counted from 1."""
-        return self.text.split("\n")[number - 1].rstrip("\r")
+        return _LINE_END.split(self.text[self._starts[number - 1] :], maxsplit=1)[0]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Where each line starts."""
+        return [0, *(end.end() for end in _LINE_END.finditer(self.text))]
 
     def moved(self, homes: Mapping[tuple[str, ...], tuple[str, ...]]) -> Source:
         """The same text, read as if each of the entries stood at its home, in an object that is there."""
@@ -153,7 +162,7 @@ def parse(text: str) -> Source:
 _TOO_DEEP: Final = "nested too deeply to be a DeepSpeed configuration"
 _BLANK: Final = re.compile(r"[ \t\r\n]*")
 _COMMENT: Final = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
-_STRING: Final = re.compile(r'"((?:\\.|[^"\\\n])*)"')
+_STRING: Final = re.compile(r'"((?:\\.|[^"\\\r\n])*)"')
 _QUOTED: Final = re.compile(r"'([^'\\\n\"]*)'")
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _NAME: Final = re.compile(r"[A-Za-z_$][\w$]*")
@@ -265,11 +274,13 @@ class _Reader:
             return self.single_quoted(start)
         match = _STRING.match(text, start)
         if match is None:
-            end = text.find("\n", start)
-            if end < 0:
+            end = _LINE_END.search(text, start)
+            if end is None:
                 self.stop("unclosed", start, "the string that starts here is never closed")
             self.stop(
-                "unclosed", end, "a line break or tab inside a string: its closing quote may be missing"
+                "unclosed",
+                end.start(),
+                "a line break or tab inside a string: its closing quote may be missing",
             )
         self.at = match.end()
         try:
@@ -428,6 +439,6 @@ class _Reader:
         edits: tuple[Edit, ...] = ()
         if self.text[after : after + 1] == ",":
             edits = (Edit(first.key, _gap(self.text, after + 1), ""),)
-        line = self.text.count("\n", 0, first.key) + 1
+        line = len(_LINE_END.findall(self.text, 0, first.key)) + 1
         words = f"{self.text[start:end]} is given twice, first on line {line}"
         self.fault("duplicate-key", start, words, *edits)

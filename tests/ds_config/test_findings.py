@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import itertools
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,6 +161,19 @@ def test_a_file_that_is_not_json(it):
     else:
         assert {each.rule for each in all_found} == {it.rule}
         assert json.loads(fix(it.text, NOWHERE).text) == WHOLE
+
+
+@pytest.mark.parametrize("it", [it for it in SYNTAX if "comment" not in it.name], ids=lambda it: it.name)
+@pytest.mark.parametrize("end", ["\r", "\r\n"])
+def test_lines_end_as_a_text_editor_counts_them(it, end):
+    here = [(each.line, each.column, each.problem) for each in found(it.text)]
+    text = it.text.replace("\n", end)
+    there = source.parse(text)
+    assert [(each.line, each.column, each.problem) for each in check(there, NOWHERE)] == here
+    lines = source.parse(it.text)
+    assert [there.line(line) for line, _, _ in here if line] == [
+        lines.line(line) for line, _, _ in here if line
+    ]
 
 
 # --- what is said of a file that is JSON -------------------------------------------------------------------
@@ -1893,7 +1907,8 @@ PIECES += [
 def sound(text, around):
     """Nothing raises, the mends come to an end, and json agrees before and after."""
     first = found(text, around)
-    assert all(each.line is None or each.line <= text.count("\n") + 1 for each in first)
+    lines = len(re.split("\r\n|\r|\n", text))
+    assert all(each.line is None or each.line <= lines for each in first)
     once = fix(text, around)
     assert fix(once.text, around).text == once.text
     assert not any(each.edit for each in found(once.text, around))
