@@ -38,7 +38,7 @@ class Circumstances:
     """What the JSON is checked against; None is not known, and what needs it is not looked at.
 
     `train` are the arguments that the run file gives, `model_config` is the model's config.json, and `file`
-    what the JSON is called.
+    what the JSON is called, empty for what is no regular file.
     """
 
     train: Mapping[str, Any] | None = None

@@ -59,7 +59,9 @@ def text_of(path: Path) -> str:
 
 
 def anew(name: str) -> str:
-    """The command that writes the JSON called `name` anew."""
+    """The command that writes the JSON called `name` anew; a new one where `name` is empty."""
+    if not name:
+        return "dstool init-config"
     named = "" if name == "ds_config.json" else f" -o {files.typed(name)}"
     return f"dstool init-config{named} --force"
 
