@@ -1756,6 +1756,28 @@ def test_a_warm_up_longer_than_the_run_never_comes_to_its_peak(name):
     assert rates[-1] < 1
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("strategy", ["step", "epoch", None])
+@pytest.mark.parametrize("select", [1, 4, None])
+@pytest.mark.parametrize("update", [4, None])
+def test_the_intervals_of_zenflow_are_those_that_deepspeed_takes(stage, strategy, select, update):
+    """Against DeepSpeed itself, where the settings alone decide."""
+    from types import SimpleNamespace
+
+    from deepspeed.runtime.zenflow.engine_stage3 import configure_zenflow
+    from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
+
+    given = {"select_strategy": strategy, "select_interval": select, "update_interval": update}
+    given = {name: value for name, value in given.items() if value is not None}
+    refused = [each.rule for each in found(text_of(stage, {"zenflow": given, "offload_optimizer": CPU}))]
+    try:
+        configure_zenflow(SimpleNamespace(), ZenFlowConfig(**given))
+    except (ValueError, Warning):
+        assert refused == ["contradiction"]
+    else:
+        assert refused == []
+
+
 def test_a_batch_that_fits_is_fine():
     pinned = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
     assert found(text_of(**pinned), Circumstances(world_size=2)) == ()
