@@ -321,7 +321,9 @@ def values(look: Look) -> Iterator[Raw]:
         elif problem := _beyond(key, value):
             edits = _older_dtype(look, path, value) or _in_its_case(look, path, key)
             told = _TAKEN.get(key.path, "DeepSpeed refuses it")
-            yield Raw("wrong-value", path, problem, told, _limits(key), edits)
+            meant = _choice(key, value)
+            mend = f'write "{meant}"' if meant in (key.choices or ()) else _limits(key)
+            yield Raw("wrong-value", path, problem, told, mend, edits)
 
 
 # The blocks that may be null, beside those whose types say so: deepspeed 0.19.8 looks whether they are.

@@ -1464,7 +1464,8 @@ def test_a_value_in_capitals_is_mended_where_deepspeed_refuses_the_file_for_it(k
     meant = key.choices[-1]
     config = one_block(key.path, meant.upper())
     config.setdefault(ZERO, {})["stage"] = 3
-    assert any(f"did you mean {meant}?" in each.problem for each in found(json.dumps(config)))
+    (one,) = [each for each in found(json.dumps(config)) if f"did you mean {meant}?" in each.problem]
+    assert one.mend == f'write "{meant}"'
     mended = flat(json.loads(fix(json.dumps(config), NOWHERE).text)).get(key.path)
     try:
         DeepSpeedConfig({"train_batch_size": 1, **config})
