@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,14 +65,33 @@ def check(
         if path is None and isinstance(loaded.config.deepspeed, Mapping):
             return _check_inline(loaded, around, fix=fix)
         target = path or Path(loaded.config.deepspeed or DS_CONFIG)  # type: ignore[arg-type]
+    regular = _is_regular(target, fix=fix)
     text = read.text_of(target)
-    around = replace(_on_this_machine(source.parse(text), around), file=str(target))
+    around = replace(_on_this_machine(source.parse(text), around), file=str(target) if regular else "")
     fixed = ds_check.Fixed(text, ())
     if fix:
         fixed = ds_check.fix(text, around)
         if fixed.text != text:
             files.write_text(target, fixed.text)
     return _result(target, source.parse(fixed.text), around, fixed, _difference(text, fixed.text, target))
+
+
+def _is_regular(target: Path, *, fix: bool) -> bool:
+    """Whether `target` is a file that can be written anew, unlike a pipe or a device; refused with `fix`."""
+    try:
+        mode = target.stat().st_mode
+    except (OSError, ValueError):
+        if str(target) == "-":
+            hint = "dstool check /dev/stdin reads what is piped to it"
+            raise ConfigError("-: a path is expected", hint=hint) from None
+        return True  # who reads it says what is wrong
+    special = not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+    if special and fix:
+        raise ConfigError(
+            f"{target}: no regular file, which --fix cannot mend",
+            hint=f"dstool check {files.typed(target)} shows what is wrong",
+        )
+    return not special
 
 
 def _loaded(path: Path | None, config: Path | None) -> run_file.Loaded | None:
@@ -129,6 +149,8 @@ def _result(
     file: Path, parsed: source.Source, around: Circumstances, fixed: ds_check.Fixed, difference: str
 ) -> CheckResult:
     findings = ds_check.check(parsed, around)
+    if not around.file:  # where nothing can be written, no mend is offered
+        findings = tuple(replace(each, edit=()) for each in findings)
     errors = sum(each.severity == "error" for each in findings)
     lines = tuple(parsed.line(each.line) if each.line else "" for each in findings)
     return CheckResult(

@@ -1,7 +1,9 @@
 """`dstool check`, as it is typed: exact output, exit codes, and files that are mended whole or not at all."""
 
 import json
+import os
 import shlex
+import threading
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,34 @@ def test_an_error_has_a_caret_and_exits_with_2():
         "\n"
         "a.json: 1 error\n"
     )
+
+
+def test_standard_input_is_named_as_a_path():
+    done = dstool("-")
+    assert done.exit_code == 2
+    assert (
+        done.stderr
+        == "error: -: a path is expected\ntry: dstool check /dev/stdin reads what is piped to it\n"
+    )
+
+
+def test_what_is_no_regular_file_is_checked_and_never_written(tmp_path):
+    done = dstool("/dev/null")
+    assert done.exit_code == 2
+    assert "mend: dstool init-config writes one\n" in done.stdout
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("{}",))
+    writer.start()
+    done = dstool("pipe")
+    writer.join()
+    assert (done.exit_code, "--fix" in done.stdout) == (0, False)
+    assert done.stdout.endswith("pipe: 3 warnings\n")
+    for name in ("pipe", "/dev/null"):
+        done = dstool("--fix", name)
+        assert done.exit_code == 2
+        assert f"{name}: no regular file, which --fix cannot mend\ntry: dstool check {name}" in done.stderr
+        assert not Path(name).is_file()
 
 
 def test_a_warning_exits_with_0():

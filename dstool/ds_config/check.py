@@ -5,12 +5,13 @@ Nothing here reads a file or looks at the machine: the text comes as a `Source`,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from dstool.ds_config import read, refusals, rules, run_rules, source
+from dstool import files
+from dstool.ds_config import keys, read, refusals, rules, run_rules, source
 from dstool.ds_config.looks import Circumstances, Look, Raw, Severity
 from dstool.ds_config.source import Edit, Fault, Source
 from dstool.errors import ConfigError, NoDevice
@@ -49,17 +50,45 @@ def check(text: Source, around: Circumstances) -> tuple[Finding, ...]:
     """What is wrong with `text`, in its order. What a reader cannot get past is the last that is found."""
     found = [_of_fault(text, fault, around.file) for fault in text.faults]
     if text.whole and isinstance(text.value, dict):
-        look = Look(text.value, text, around)
         # What is no number has no value that the rules could speak of.
         spoilt = {each.path for each in found if each.rule == "not-a-number"}
-        raws = [raw for rule in (*rules.RULES, *run_rules.RULES, *refusals.RULES) for raw in rule(look)]
-        raws = [raw for raw in raws if ".".join(raw.at) not in spoilt]
-        found += [_of_raw(text, raw) for raw in _told_once(raws)]
+        found += [_of_raw(text, raw) for raw in _raws(text, around) if ".".join(raw.at) not in spoilt]
         if not all(fault.edits for fault in text.faults):
             # The rest is mended in a text that is JSON, and this one does not become it by itself.
             of_json = {fault.rule for fault in text.faults}
             found = [each if each.rule in of_json else replace(each, edit=()) for each in found]
     return tuple(sorted(found, key=lambda each: (each.line or 0, each.column or 0)))
+
+
+def _raws(text: Source, around: Circumstances) -> list[Raw]:
+    """What the rules find, also within the blocks of a wrong name or place, read as what they mean.
+
+    Nothing of these is mended while their name is no more than a guess.
+    """
+    look = Look(text.value, text, around)
+    raws = [raw for rule in (*rules.RULES, *run_rules.RULES, *refusals.RULES) for raw in rule(look)]
+    raws = _told_once(raws)
+    homes = _homes(look, raws)
+    for raw in _raws(text.moved(homes), around) if homes else ():
+        for path, home in homes.items():
+            if raw.at[: len(home)] == home:
+                raws.append(replace(raw, at=(*path, *raw.at[len(home) :]), edits=(), meant=None))
+    return raws
+
+
+def _homes(look: Look, raws: Iterable[Raw]) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """The blocks of a wrong name or place by their paths, where only one comes near the one that is meant."""
+    meant = {raw.at: raw.meant for raw in raws if raw.meant}
+    return {
+        path: home
+        for path, home in meant.items()
+        if isinstance(look.get(*path), dict)
+        and (key := keys.keys().get(".".join(home))) is not None
+        and "object" in key.types
+        and isinstance(look.get(*home[:-1]), Mapping)
+        and not look.has(*home)
+        and list(meant.values()).count(home) == 1
+    }
 
 
 def fix(text: str, around: Circumstances) -> Fixed:
@@ -247,12 +276,14 @@ def refusal(
         f"{run_name if each.rule == _OF_RUN_FILE else _place(each, json_name, places=places)}: {each.problem}"
         for each in wrong
     ]
-    hint = "dstool check shows each with its place and mend"
+    command = f"dstool check {files.typed(json_name)}" if places else "dstool check"
+    hint = f"{command} shows each with its place and mend"
     if any(each.edit for each in errors) and places:
-        hint += ", dstool check --fix mends what is certain"
+        hint += f", {command} --fix mends what is certain"
     if differ:
         both = "; ".join(each.problem for each in differ)
         parts.append(f"{json_name} and {run_name} disagree: {both}")
+    if differ and not wrong:
         hint = f'in {json_name} set to "auto": {", ".join(each.path for each in differ)}'
     return error_of(errors)("; ".join(parts), hint=hint)
 

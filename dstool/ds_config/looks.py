@@ -38,7 +38,7 @@ class Circumstances:
     """What the JSON is checked against; None is not known, and what needs it is not looked at.
 
     `train` are the arguments that the run file gives, `model_config` is the model's config.json, and `file`
-    what the JSON is called.
+    what the JSON is called, empty for what is no regular file.
     """
 
     train: Mapping[str, Any] | None = None
@@ -50,7 +50,10 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class Raw:
-    """A finding before it has its place: the path, what is wrong, what happens, the mend and its edits."""
+    """A finding before it has its place: the path, what is wrong, what happens, the mend and its edits.
+
+    `meant` is the path that the entry of a wrong name or place is taken to belong at.
+    """
 
     rule: str
     at: tuple[str, ...]
@@ -59,6 +62,7 @@ class Raw:
     mend: str
     edits: tuple[Edit, ...] = ()
     severity: Severity = "error"
+    meant: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)

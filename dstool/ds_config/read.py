@@ -59,7 +59,9 @@ def text_of(path: Path) -> str:
 
 
 def anew(name: str) -> str:
-    """The command that writes the JSON called `name` anew."""
+    """The command that writes the JSON called `name` anew; a new one where `name` is empty."""
+    if not name:
+        return "dstool init-config"
     named = "" if name == "ds_config.json" else f" -o {files.typed(name)}"
     return f"dstool init-config{named} --force"
 
@@ -373,6 +375,7 @@ def _refusal(work: _Work, run_name: str) -> ConfigError:
     hint = "dstool check shows each with its place and mend"
     if work.mismatches:
         parts.append(f"{work.json_name} and {run_name} disagree: {'; '.join(work.mismatches.values())}")
+    if work.mismatches and not work.problems:
         hint = f'in {work.json_name} set to "auto": {", ".join(work.mismatches)}'
     return ConfigError("; ".join(parts), hint=hint)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Final
 
+from dstool.ds_config.build import AUTO
 from dstool.ds_config.looks import Look, Raw, Rule, count, put
 from dstool.ds_config.read import show
 
@@ -59,6 +60,27 @@ def zenflow(look: Look) -> Iterator[Raw]:
         mend = put(look, (_ZERO, "offload_optimizer"), '{"device": "cpu"}') + ", or delete zenflow"
         words = "zenflow needs the optimizer offloaded to the CPU"
         yield Raw("contradiction", path, words, "DeepSpeed stops after the model has loaded", mend)
+
+
+def intervals(look: Look) -> Iterator[Raw]:
+    """When ZenFlow selects and updates (runtime/zenflow/engine_stage3.py `configure_zenflow`)."""
+    path, told = (_ZERO, "zenflow"), "DeepSpeed stops after the model has loaded"
+    strategy = look.get(*path, "select_strategy")
+    select, update = (look.get(*path, name) for name in ("select_interval", "update_interval"))
+    number = type(select) is int
+    if look.stage not in (1, 2, 3):
+        return
+    if number and strategy in (None, AUTO):
+        words = f"zenflow.select_interval {select} needs a select_strategy"
+        mend = put(look, (*path, "select_strategy"), '"step"') + ", or delete it"
+        yield Raw("contradiction", (*path, "select_interval"), words, told, mend)
+    elif select in (None, AUTO) and strategy in ("step", "epoch"):
+        words = f"zenflow.select_strategy {strategy} needs a select_interval"
+        mend = put(look, (*path, "select_interval"), "a whole number") + ", or delete it"
+        yield Raw("contradiction", (*path, "select_strategy"), words, told, mend)
+    elif number and strategy == "step" and type(update) is int and 0 != select < update:
+        words = f"zenflow.select_interval {select} is below update_interval {update}"
+        yield Raw("contradiction", (*path, "select_interval"), words, told, f"write {update} or more")
 
 
 def shared(look: Look) -> Iterator[Raw]:
@@ -118,4 +140,4 @@ def items(look: Look) -> Iterator[Raw]:
             yield Raw("wrong-value", path, words, _WHOLE, f"write {expected}, or delete the key")
 
 
-RULES: Final[tuple[Rule, ...]] = (partial, norm, halves, zenflow, shared, direct, items)
+RULES: Final[tuple[Rule, ...]] = (partial, norm, halves, zenflow, intervals, shared, direct, items)

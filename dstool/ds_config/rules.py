@@ -40,6 +40,12 @@ _REFUSED: Final = MappingProxyType(
 )
 
 
+_WARM_UP: Final = ("scheduler", "params", "warmup_num_steps")
+# deepspeed 0.19.8 runtime/lr_schedules.py; a warm-up of 1 step it takes for one of 2.
+_NO_WARM_UP: Final = (
+    "DeepSpeed stops after the model has loaded: ValueError, warmup_num_steps must be a positive integer"
+)
+
 # What to write where the type alone does not say it.
 _FORMS: Final[Mapping[tuple[str, ...], str]] = MappingProxyType(
     {
@@ -47,7 +53,7 @@ _FORMS: Final[Mapping[tuple[str, ...], str]] = MappingProxyType(
         ("fp16",): 'write {"enabled": true}',
         ("optimizer",): 'write {"type": "AdamW", "params": {"lr": "auto"}}',
         ("optimizer", "params", "betas"): 'write [0.9, 0.999], or "auto" in place of the list',
-        ("scheduler", "params", "warmup_num_steps"): 'write 1 or more, or "auto"',
+        _WARM_UP: 'write 1 or more, or "auto"',
         ("gradient_accumulation_steps",): 'write a whole number above 0, or "auto"',
         ("zero_optimization",): 'write {"stage": 2}, or another stage',
         ("zero_optimization", "offload_optimizer"): 'write {"device": "cpu"}',
@@ -73,6 +79,8 @@ def refused(look: Look) -> Iterator[Raw]:
             consequence, mend, edits = _old_zero(look)
         elif each.rule == "wrong-type":
             mend = _FORMS.get(each.path, mend)
+            if each.path == _WARM_UP and not isinstance(look.get(*_WARM_UP), bool):
+                consequence = _NO_WARM_UP
             edits = _plain_value(look, each.path, keys.keys().get(dotted))
         elif each.rule == "unknown-key":
             problem = problem + _elsewhere(each.path[-1], problem)
@@ -85,7 +93,14 @@ def refused(look: Look) -> Iterator[Raw]:
                 mend = f"write {inside.name} into the block {inside.block}"
         elif each.rule == "wrong-value":
             edits = _plain_value(look, each.path, keys.keys().get(dotted))
-        yield Raw(each.rule, each.path, problem, consequence, mend, edits)
+        yield Raw(each.rule, each.path, problem, consequence, mend, edits, meant=_home(each))
+
+
+def _home(problem: read.Problem) -> tuple[str, ...] | None:
+    """Where the entry of a wrong name or place belongs."""
+    if problem.rule == "wrong-block":
+        return (_ZERO, *problem.path)
+    return (*problem.path[:-1], problem.meant) if problem.meant else None
 
 
 def _in_place(look: Look, problem: read.Problem) -> read.Problem:
@@ -162,7 +177,10 @@ def _unknown(look: Look, here: tuple[str, ...], meant: Mapping[str, str | None],
         problem, mend = problem + elsewhere, "move it where it is read, or delete it"
     else:
         mend = f"delete it; dstool explain {'.'.join(above)} lists the names"
-    return Raw("unknown-key", here, problem, consequence, mend, edits, "error" if strict else "warning")
+    severity: Severity = "error" if strict else "warning"
+    right = meant[name]
+    home = (*above, right) if right else None
+    return Raw("unknown-key", here, problem, consequence, mend, edits, severity, home)
 
 
 def _top_level(name: str) -> str:
@@ -194,6 +212,7 @@ def nested_aio(look: Look) -> Iterator[Raw]:
         "DeepSpeed refuses the whole file: Extra inputs are not permitted",
         "move aio to the top level",
         edits,
+        meant=("aio",),
     )
 
 
@@ -300,9 +319,11 @@ def values(look: Look) -> Iterator[Raw]:
             mend = f"write {int(value)}" if fraction else f"write {_expected(key)}"
             yield Raw("wrong-type", path, problem, told, mend, _plain_value(look, path, key))
         elif problem := _beyond(key, value):
-            edits = _older_dtype(look, path, value)
+            edits = _older_dtype(look, path, value) or _in_its_case(look, path, key)
             told = _TAKEN.get(key.path, "DeepSpeed refuses it")
-            yield Raw("wrong-value", path, problem, told, _limits(key), edits)
+            meant = _choice(key, value)
+            mend = f'write "{meant}"' if meant in (key.choices or ()) else _limits(key)
+            yield Raw("wrong-value", path, problem, told, mend, edits)
 
 
 # The blocks that may be null, beside those whose types say so: deepspeed 0.19.8 looks whether they are.
@@ -479,10 +500,9 @@ def _number(text: str, key: keys.Key) -> int | float | None:
 def _beyond(key: keys.Key, value: Any) -> str:
     if isinstance(value, bool | None | dict | list):
         return ""
-    folded = {str(each).lower(): each for each in key.choices or ()} if key.any_case else {}
-    said = folded.get(value.lower(), value) if isinstance(value, str) else value
+    said = _choice(key, value) if key.any_case else value
     if key.choices is not None and said not in key.choices:
-        close = difflib.get_close_matches(str(said), [str(each) for each in key.choices], 1)
+        close = difflib.get_close_matches(str(_choice(key, said)), [str(each) for each in key.choices], 1)
         guess = f", did you mean {close[0]}?" if close and isinstance(said, str) else ""
         return f"{key.path} is {show(value)}, not one of {', '.join(map(str, key.choices))}{guess}"
     if isinstance(value, str):
@@ -490,6 +510,12 @@ def _beyond(key: keys.Key, value: Any) -> str:
     low = (key.minimum is not None and value < key.minimum) or (key.above is not None and value <= key.above)
     high = (key.maximum is not None and value > key.maximum) or (key.below is not None and value >= key.below)
     return f"{key.path} is {show(value)}, it must be {_limits(key)}" if low or high else ""
+
+
+def _choice(key: keys.Key, value: Any) -> Any:
+    """The choice that `value` is in small or capital letters; `value` where it is none."""
+    folded = {str(each).lower(): each for each in key.choices or ()}
+    return folded.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _limits(key: keys.Key) -> str:
@@ -506,6 +532,26 @@ def _limits(key: keys.Key) -> str:
         if limit is not None
     ]
     return " and ".join(limits)
+
+
+# The keys for which DeepSpeed refuses a choice in another case as soon as it reads the file. Of the others
+# some are taken for something else, which may be what runs today.
+_OF_ONE_CASE: Final = frozenset(
+    {
+        "tensor_parallel.vocab_parallel_ce_backend",
+        "torch_autocast.dtype",
+        "weight_quantization.q_type",
+        "zero_optimization.offload_optimizer.device",
+        "zero_optimization.offload_param.device",
+        "zero_optimization.zenflow.select_strategy",
+    }
+)
+
+
+def _in_its_case(look: Look, path: tuple[str, ...], key: keys.Key) -> tuple[Edit, ...]:
+    """The choice that is written in another case."""
+    meant = _choice(key, look.get(*path))
+    return replace(look, path, meant) if key.path in _OF_ONE_CASE and meant in (key.choices or ()) else ()
 
 
 def _older_dtype(look: Look, path: tuple[str, ...], value: Any) -> tuple[Edit, ...]:

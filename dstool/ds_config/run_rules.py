@@ -422,6 +422,16 @@ _TORCH_SCHEDULERS: Final = MappingProxyType(
         "StepLR": ("step_size",),
     }
 )
+# What comes nearest to each of these among Trainer's own.
+_NEAREST: Final = MappingProxyType(
+    {
+        "ConstantLR": "constant",
+        "CosineAnnealingLR": "cosine",
+        "CosineAnnealingWarmRestarts": "cosine_with_restarts",
+        "OneCycleLR": "cosine",
+        "PolynomialLR": "polynomial",
+    }
+)
 _SCHEDULER_ALIASES: Final = MappingProxyType(
     {
         "warmup_steps": "warmup_num_steps",
@@ -467,7 +477,8 @@ def _of_torch(look: Look, name: str) -> Iterator[Raw]:
     The sources are runtime/engine.py `_do_optimizer_sanity_check` and `_take_model_step`.
     """
     told, needs = _ASSERTS, _TORCH_SCHEDULERS[name]
-    mend = "delete the scheduler block and set train.lr_scheduler_type in the run file"
+    trainers = _NEAREST.get(name, "linear")
+    mend = f"delete the scheduler block and set train.lr_scheduler_type to {trainers} in the run file"
     if look.stage != 0 or _is_half(look):
         words = f"{name} is a scheduler of torch, which DeepSpeed cannot build above stage 0 or in 16 bits"
     elif {"lr_lambda", "schedulers"} & set(needs):
@@ -541,8 +552,14 @@ def scheduler_steps(look: Look) -> Iterator[Raw]:
         words = f"total_num_steps is pinned to {total}"
         told = "Trainer refuses it unless the run has exactly as many steps"
         yield Raw("pinned", path, words, told, 'set it to "auto"', (), "warning")
-    warms = str(look.get("scheduler", "type")).startswith("Warmup")
+    name = look.get("scheduler", "type")
+    warms = str(name).startswith("Warmup")
     steps = look.get("scheduler", "params", "warmup_num_steps")
+    if count(total) and count(steps) and steps > total and name in ("WarmupDecayLR", "WarmupCosineLR"):
+        words = f"warmup_num_steps {steps} is above total_num_steps {total}"
+        told = "the run ends before the learning rate has come to its peak"
+        path = ("scheduler", "params", "warmup_num_steps")
+        yield Raw("contradiction", path, words, told, f"write {total} or less", (), "warning")
     if train is not None and warms and steps in (None, AUTO) and not train.get("warmup_steps"):
         words = "the scheduler warms up, and the run file gives no train.warmup_steps"
         told = "the first two optimizer steps have a learning rate of 0"

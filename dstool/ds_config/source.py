@@ -7,10 +7,13 @@ nothing else: whatever is not is a `Fault`, with the edits that mend it where th
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -21,6 +24,8 @@ Path = tuple[str | int, ...]
 """Keys and positions in lists, from the top level on."""
 
 DEEPEST: Final = 100
+
+_LINE_END: Final = re.compile(r"\r\n|\r|\n")
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,27 @@ class Source:
 
     def line_column(self, position: int) -> tuple[int, int]:
         """The line and column, both from 1, of an offset."""
-        before = self.text[:position]
-        return before.count("\n") + 1, position - before.rfind("\n")
+        line = bisect_right(self._starts, position)
+        return line, position - self._starts[line - 1] + 1
 
     def line(self, number: int) -> str:
         """The text of a line, counted from 1."""
-        return self.text.split("\n")[number - 1].rstrip("\r")
+        return _LINE_END.split(self.text[self._starts[number - 1] :], maxsplit=1)[0]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Where each line starts."""
+        return [0, *(end.end() for end in _LINE_END.finditer(self.text))]
+
+    def moved(self, homes: Mapping[tuple[str, ...], tuple[str, ...]]) -> Source:
+        """The same text, read as if each of the entries stood at its home, in an object that is there."""
+        value, places = copy.deepcopy(self.value), dict(self.places)
+        for path, home in homes.items():
+            holder, target = _at(value, path[:-1]), _at(value, home[:-1])
+            target[home[-1]] = holder.pop(path[-1])
+            for old in [old for old in places if old[: len(path)] == path]:
+                places[home + old[len(path) :]] = places.pop(old)
+        return replace(self, value=value, places=places)
 
     def deletion(self, path: Path) -> Edit:
         """The edit that takes an entry of an object out, with the comma that goes with it."""
@@ -105,6 +125,12 @@ class Source:
         return Edit(last, last, "".join(comma + text for text in texts))
 
 
+def _at(value: Any, path: Path) -> Any:
+    for name in path:
+        value = value[name]
+    return value
+
+
 def apply(text: str, edits: Iterable[Edit]) -> str:
     """`text` with `edits` made, which do not overlap."""
     for edit in sorted(edits, key=lambda each: (each.start, each.end), reverse=True):
@@ -136,7 +162,7 @@ def parse(text: str) -> Source:
 _TOO_DEEP: Final = "nested too deeply to be a DeepSpeed configuration"
 _BLANK: Final = re.compile(r"[ \t\r\n]*")
 _COMMENT: Final = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
-_STRING: Final = re.compile(r'"((?:\\.|[^"\\\n])*)"')
+_STRING: Final = re.compile(r'"((?:\\.|[^"\\\r\n])*)"')
 _QUOTED: Final = re.compile(r"'([^'\\\n\"]*)'")
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _NAME: Final = re.compile(r"[A-Za-z_$][\w$]*")
@@ -248,11 +274,13 @@ class _Reader:
             return self.single_quoted(start)
         match = _STRING.match(text, start)
         if match is None:
-            end = text.find("\n", start)
-            if end < 0:
+            end = _LINE_END.search(text, start)
+            if end is None:
                 self.stop("unclosed", start, "the string that starts here is never closed")
             self.stop(
-                "unclosed", end, "a line break or tab inside a string: its closing quote may be missing"
+                "unclosed",
+                end.start(),
+                "a line break or tab inside a string: its closing quote may be missing",
             )
         self.at = match.end()
         try:
@@ -411,6 +439,6 @@ class _Reader:
         edits: tuple[Edit, ...] = ()
         if self.text[after : after + 1] == ",":
             edits = (Edit(first.key, _gap(self.text, after + 1), ""),)
-        line = self.text.count("\n", 0, first.key) + 1
+        line = len(_LINE_END.findall(self.text, 0, first.key)) + 1
         words = f"{self.text[start:end]} is given twice, first on line {line}"
         self.fault("duplicate-key", start, words, *edits)

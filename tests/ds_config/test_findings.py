@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import itertools
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,6 +161,19 @@ def test_a_file_that_is_not_json(it):
     else:
         assert {each.rule for each in all_found} == {it.rule}
         assert json.loads(fix(it.text, NOWHERE).text) == WHOLE
+
+
+@pytest.mark.parametrize("it", [it for it in SYNTAX if "comment" not in it.name], ids=lambda it: it.name)
+@pytest.mark.parametrize("end", ["\r", "\r\n"])
+def test_lines_end_as_a_text_editor_counts_them(it, end):
+    here = [(each.line, each.column, each.problem) for each in found(it.text)]
+    text = it.text.replace("\n", end)
+    there = source.parse(text)
+    assert [(each.line, each.column, each.problem) for each in check(there, NOWHERE)] == here
+    lines = source.parse(it.text)
+    assert [there.line(line) for line, _, _ in here if line] == [
+        lines.line(line) for line, _, _ in here if line
+    ]
 
 
 # --- what is said of a file that is JSON -------------------------------------------------------------------
@@ -445,6 +459,29 @@ VALUES = [
         "wrong-value",
         "offload_optimizer.device",
         "not one of none, cpu, nvme",
+    ),
+    zero_case(
+        "offload device in capitals",
+        {"offload_optimizer": {"device": "CPU"}},
+        "wrong-value",
+        "offload_optimizer.device",
+        "did you mean cpu?",
+        mended={f"{ZERO}.offload_optimizer.device": "cpu"},
+    ),
+    case(
+        "a dtype in capitals",
+        text_of(torch_autocast={"enabled": True, "dtype": "BFloat16"}),
+        "wrong-value",
+        "torch_autocast.dtype",
+        "did you mean bfloat16?",
+        mended={"torch_autocast.dtype": "bfloat16"},
+    ),
+    case(
+        "a warm-up that DeepSpeed takes for another in capitals",
+        text_of(scheduler=warm(warmup_type="Linear")),
+        "wrong-value",
+        "scheduler.params.warmup_type",
+        "did you mean linear?",
     ),
     zero_case(
         "offload as text", {"offload_optimizer": "cpu"}, "wrong-type", "offload_optimizer", "an object"
@@ -890,6 +927,17 @@ OPTIMIZERS = [
         "scheduler",
         "scheduler.type",
         "above stage 0",
+    ),
+    *(
+        case(
+            f"{name} warms up for longer than it runs",
+            text_of(scheduler=warm(name, warmup_num_steps=100, total_num_steps=99)),
+            "contradiction",
+            "scheduler.params.warmup_num_steps",
+            "warmup_num_steps 100 is above total_num_steps 99",
+            severity=W,
+        )
+        for name in ("WarmupDecayLR", "WarmupCosineLR")
     ),
     case(
         "C28 a scheduler of Trainer",
@@ -1406,6 +1454,27 @@ def test_a_value_that_is_read_in_any_case_is_fine_in_any(key):
         assert not found(text_of(**block))
 
 
+@pytest.mark.parametrize(
+    "key", [key for key in keys.keys().values() if "str" in key.types and key.choices and not key.any_case]
+)
+def test_a_value_in_capitals_is_mended_where_deepspeed_refuses_the_file_for_it(key):
+    """Against DeepSpeed itself: one that it takes for something else may be meant."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    meant = key.choices[-1]
+    config = one_block(key.path, meant.upper())
+    config.setdefault(ZERO, {})["stage"] = 3
+    (one,) = [each for each in found(json.dumps(config)) if f"did you mean {meant}?" in each.problem]
+    assert one.mend == f'write "{meant}"'
+    mended = flat(json.loads(fix(json.dumps(config), NOWHERE).text)).get(key.path)
+    try:
+        DeepSpeedConfig({"train_batch_size": 1, **config})
+    except ValueError:
+        assert mended == meant
+    else:
+        assert mended == meant.upper()
+
+
 def test_a_text_where_a_limited_number_may_stand_is_no_traceback():
     zero = {"zenflow": {"update_interval": "often"}, "offload_optimizer": {"device": "cpu"}}
     (one,) = found(text_of(zero=zero))
@@ -1452,6 +1521,52 @@ def test_a_stage_under_another_name_or_place_is_one_finding_and_none_is_added(co
     text = json.dumps({**OWN, **config})
     assert [(each.severity, each.path) for each in found(text)] == [("error", path)]
     assert fix(text, NOWHERE).text == text
+
+
+MISSPELT = "zero_optimisation"
+
+
+@pytest.mark.parametrize(
+    ("config", "paths"),
+    [
+        (
+            {MISSPELT: {"stage": 5, "overlap_com": True}},
+            [MISSPELT, f"{MISSPELT}.stage", f"{MISSPELT}.overlap_com"],
+        ),
+        (
+            {MISSPELT: {"stage": 2, "offload_optimiser": {"device": "gpu"}, "aio": {"thread_count": 1}}},
+            [
+                MISSPELT,
+                f"{MISSPELT}.offload_optimiser",
+                f"{MISSPELT}.offload_optimiser.device",
+                f"{MISSPELT}.aio",
+                f"{MISSPELT}.aio.thread_count",
+            ],
+        ),
+        (
+            {ZERO: {"stage": 3, **GATHER, "aio": {"thread_count": 1, "block_size": "2"}}},
+            [f"{ZERO}.aio", f"{ZERO}.aio.thread_count", f"{ZERO}.aio.block_size"],
+        ),
+        (
+            {ZERO: {"stage": 2}, "offload_optimizer": {"device": "gpu"}},
+            ["offload_optimizer", "offload_optimizer.device"],
+        ),
+        (
+            {ZERO: {"stage": 2}, "optimiser": {"params": {"lr": "1"}}},
+            ["optimiser"] * 2 + ["optimiser.params.lr"],
+        ),
+        ({ZERO: {"stage": 2}, MISSPELT: {"stage": 5}}, [MISSPELT]),
+        ({MISSPELT: {"stage": 5}, "zero_optimizatoin": {"stage": 6}}, [MISSPELT, "zero_optimizatoin"]),
+    ],
+)
+def test_a_block_of_a_wrong_name_or_place_is_looked_into_as_what_it_means(config, paths):
+    text = json.dumps({**OWN, **config}, indent=2)
+    assert [each.path for each in found(text)] == paths
+    lines = [each.line for each in found(text)]
+    assert lines == sorted(lines)
+    once = fix(text, NOWHERE).text
+    assert fix(once, NOWHERE).text == once
+    assert MISSPELT not in text or once == text
 
 
 @pytest.mark.parametrize("config", [OWN, {**OWN, ZERO: {}}, {**OWN, ZERO: {"_stage": 2}, "_stage": "two"}])
@@ -1596,6 +1711,74 @@ def test_a_scheduler_of_torch_is_built_on_an_optimizer_of_torch_alone():
             ConstantLR(cls.__new__(cls))
 
 
+@pytest.mark.parametrize("name", run_rules._TORCH_SCHEDULERS)
+def test_a_scheduler_of_torch_comes_with_the_one_of_trainer_to_set(name):
+    from transformers.trainer_utils import SchedulerType
+
+    (one,) = found(text_of(scheduler={"type": name}))
+    said = one.mend.partition("set train.lr_scheduler_type to ")[2].partition(" in the run file")[0]
+    assert said in {each.value for each in SchedulerType}
+    expected = {"CosineAnnealingLR": "cosine", "LinearLR": "linear", "ConstantLR": "constant"}
+    assert said == expected.get(name, said)
+
+
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "1", 1, 2])
+def test_a_warm_up_that_deepspeed_refuses_is_told_with_its_error(name, steps):
+    """Against DeepSpeed itself, which takes a warm-up of 1 step for one of 2."""
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    more = {} if name == "WarmupLR" else {"total_num_steps": 9}
+    told = [each.consequence for each in found(text_of(scheduler=warm(name, warmup_num_steps=steps, **more)))]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    try:
+        getattr(lr_schedules, name)(optimizer, warmup_num_steps=steps, **more)
+    except ValueError as error:
+        words = str(error).partition(", got")[0]
+        assert told == [f"DeepSpeed stops after the model has loaded: ValueError, {words}"]
+    else:
+        assert told == []
+
+
+@pytest.mark.parametrize("name", ["WarmupDecayLR", "WarmupCosineLR"])
+def test_a_warm_up_longer_than_the_run_never_comes_to_its_peak(name):
+    """Against DeepSpeed itself, which says a word in its log and goes on."""
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = getattr(lr_schedules, name)(optimizer, total_num_steps=5, warmup_num_steps=9)
+    rates = []
+    for _ in range(5):
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == sorted(rates)
+    assert rates[-1] < 1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("strategy", ["step", "epoch", None])
+@pytest.mark.parametrize("select", [1, 4, None])
+@pytest.mark.parametrize("update", [4, None])
+def test_the_intervals_of_zenflow_are_those_that_deepspeed_takes(stage, strategy, select, update):
+    """Against DeepSpeed itself, where the settings alone decide."""
+    from types import SimpleNamespace
+
+    from deepspeed.runtime.zenflow.engine_stage3 import configure_zenflow
+    from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
+
+    given = {"select_strategy": strategy, "select_interval": select, "update_interval": update}
+    given = {name: value for name, value in given.items() if value is not None}
+    refused = [each.rule for each in found(text_of(stage, {"zenflow": given, "offload_optimizer": CPU}))]
+    try:
+        configure_zenflow(SimpleNamespace(), ZenFlowConfig(**given))
+    except (ValueError, Warning):
+        assert refused == ["contradiction"]
+    else:
+        assert refused == []
+
+
 def test_a_batch_that_fits_is_fine():
     pinned = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
     assert found(text_of(**pinned), Circumstances(world_size=2)) == ()
@@ -1657,7 +1840,9 @@ def test_a_run_is_refused_with_one_error_that_names_all():
         "train_micro_batch_size_per_gpu is 4 in the JSON and "
         "train.per_device_train_batch_size 2 in the run file"
     )
-    assert error.hint == 'in ds.json set to "auto": train_micro_batch_size_per_gpu'
+    assert error.hint == "dstool check ds.json shows each with its place and mend"
+    alone = error_of(text_of(train_micro_batch_size_per_gpu=4), run(per_device_train_batch_size=2))
+    assert alone.hint == 'in ds.json set to "auto": train_micro_batch_size_per_gpu'
 
 
 def test_warnings_and_what_a_run_sets_right_by_itself_stop_no_run():
@@ -1700,6 +1885,8 @@ def configs(draw):
                 break
         else:
             node[last] = draw(TREE)
+    for name in draw(st.lists(st.sampled_from(sorted(config)), max_size=2)) if config else ():
+        config[f"{name}s"] = config.pop(name, None)
     return config
 
 
@@ -1743,7 +1930,8 @@ PIECES += [
 def sound(text, around):
     """Nothing raises, the mends come to an end, and json agrees before and after."""
     first = found(text, around)
-    assert all(each.line is None or each.line <= text.count("\n") + 1 for each in first)
+    lines = len(re.split("\r\n|\r|\n", text))
+    assert all(each.line is None or each.line <= lines for each in first)
     once = fix(text, around)
     assert fix(once.text, around).text == once.text
     assert not any(each.edit for each in found(once.text, around))

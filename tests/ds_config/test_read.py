@@ -275,6 +275,7 @@ def test_problems_and_mismatches_come_together_under_the_names_of_the_files():
         "z.json and r.yaml disagree: "
         "gradient_clipping is 2 in the JSON and train.max_grad_norm 1 in the run file"
     )
+    assert caught.value.hint == "dstool check shows each with its place and mend"
 
 
 def test_no_warm_up_is_one_step_for_trainer():
