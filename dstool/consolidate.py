@@ -91,19 +91,20 @@ def consolidate(
     where = (found.folder, found.stage, layout.ranks(found.world_size), found.step)
     logger.info("gathering %s: ZeRO stage %d, %s, step %d", *where)
     adapter = (found.root / lora.ADAPTER_CONFIG).is_file()
-    weights = _weights(found, exclude_frozen=exclude_frozen, adapter=adapter)
+    masters = _without_frozen(weights_of(found)) if exclude_frozen else weights_of(found)
+    weights = lora.peft_names(masters) if adapter else masters
     stored = writer.DTYPES.get(dtype)
     if dry_run:
-        written = writer.planned(weights, target, stored, limit, file_format)
+        written = writer.planned(weights, target, stored, limit, file_format, adapter=adapter)
         return _result(found, target, written, dtype, started, plan=tuple(weights.entries.values()))
     with (
         ends_with_clean_up(),
         writer.refusals_named(target),
         files.new_folder(target, force=force) as temporary,
-        _put_together(weights, engine, temporary) as source,
+        _put_together(masters, engine, temporary) as source,
     ):
         written = writer.write_weights(
-            source,
+            lora.peft_names(source) if adapter else source,
             temporary,
             dtype=stored,
             max_shard_size=max_shard_size,
@@ -112,7 +113,7 @@ def consolidate(
             progress=progress,
         )
         _write_companions(found, temporary, stored or _coarsest(weights), adapter=adapter)
-        proof = _proof(weights, written, stored) if verify else None
+        proof = _proof(weights, masters, written, stored) if verify else None
     return _result(found, target, written, dtype, started, verified=proof)
 
 
@@ -155,12 +156,6 @@ def refuse_overlap(found: layout.ZeroCheckpoint, target: Path) -> None:
     layout.refuse_inside(target, hint)
     if found.root.resolve().is_relative_to(target.resolve()):
         raise ConfigError(f"{target} holds the checkpoint itself", hint=hint)
-
-
-def _weights(found: layout.ZeroCheckpoint, *, exclude_frozen: bool, adapter: bool) -> Weights:
-    weights = weights_of(found)
-    weights = _without_frozen(weights) if exclude_frozen else weights
-    return lora.peft_names(weights) if adapter else weights
 
 
 def _write_companions(found: layout.ZeroCheckpoint, target: Path, dtype: str, *, adapter: bool) -> None:
@@ -210,8 +205,8 @@ def replace_places(weights: Weights, made: dict[str, Entry]) -> Weights:
     return Weights(entries, weights.tied, weights.checkpoint)
 
 
-def _proof(weights: Weights, written: writer.Written, dtype: str | None) -> str:
-    proof = compare(weights, written, dtype)
+def _proof(weights: Weights, masters: Weights, written: writer.Written, dtype: str | None) -> str:
+    proof = compare(weights, written, dtype, masters=masters)
     for name in proof.not_finite:
         logger.warning("%s has infinite or NaN elements, as in the checkpoint", name)
     rounded = f", {proof.rounded} against the run's own weights" if proof.rounded else ""

@@ -8,6 +8,7 @@ of its bytes.
 
 from __future__ import annotations
 
+import bisect
 import io
 import os
 import pickle
@@ -312,6 +313,35 @@ def _stored(archive: zipfile.ZipFile, records: Mapping[str, _Record], name: str)
     if info.compress_type != zipfile.ZIP_STORED or info.file_size > archive.start_dir:
         raise ValueError(f"its record {name} is compressed")
     return archive.read(name)
+
+
+def changed(file: Path, places: Iterable[tuple[int, str]]) -> list[str]:
+    """The names among `places` (byte offset, name) in whose record the data are not those that were saved.
+
+    Reads the records whole, and compares them with the CRC-32 of the zip directory. Files that are no zip
+    (partitions on NVMe), and records without a checksum, are taken to be as they were.
+    """
+    if not zipfile.is_zipfile(file):
+        return []
+    with zipfile.ZipFile(file) as archive:
+        infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+        starts = [info.header_offset for info in infos]
+        found: dict[int, list[str]] = {}
+        for offset, name in places:
+            found.setdefault(bisect.bisect_right(starts, offset) - 1, []).append(name)
+        return [
+            name for index, names in found.items() if _is_changed(archive, infos[index]) for name in names
+        ]
+
+
+def _is_changed(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
+    try:
+        with archive.open(info) as stream:
+            while stream.read(2**20):
+                pass
+    except zipfile.BadZipFile:
+        return info.CRC != 0
+    return False
 
 
 class _Reader(pickle.Unpickler):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dstool import __version__
-from dstool.checkpoint import layout, reader
+from dstool.checkpoint import layout, pickles, reader
 from dstool.checkpoint.cast import cast, not_finite
 from dstool.checkpoint.layout import ZeroCheckpoint
 from dstool.checkpoint.pickles import ITEM_SIZES, DType, TensorRef
@@ -38,16 +38,29 @@ class Verified:
     """Those with infinite or NaN elements, which the checkpoint has as well."""
 
 
-def verify(weights: Weights, written: Written, dtype: DType | None) -> Verified:
+def verify(
+    weights: Weights, written: Written, dtype: DType | None, *, masters: Weights | None = None
+) -> Verified:
     """Read everything back and compare it with the checkpoint; write the manifest beside it.
 
+    Args:
+        masters: the same by the names that the run gave them, where those of `weights` are others.
+
     Raises:
-        CheckpointError: a tensor is missing, left over, of another shape, type or value; or the masters,
-            rounded, are not the weights that the run kept. Names the tensors.
+        CheckpointError: a tensor is missing, left over, of another shape, type or value; it lies in a file
+            that has changed since the save; or the masters, rounded, are not the weights that the run kept,
+            or it kept none where the step counts disagree. Names the tensors.
     """
     found = _written(written)
     _same_names(weights, found, written.folder, dtype)
-    kept = refuse_mixed(weights)
+    kept = refuse_mixed(masters or weights)
+    _refuse_changed(weights)
+    if not kept and weights.checkpoint is not None and weights.checkpoint.doubtful:
+        raise CheckpointError(
+            f"{weights.checkpoint.folder}: the step counts of its files disagree, and the run kept no "
+            "weights that could show whether they are of one save",
+            hint="take another checkpoint of the run",
+        )
     unequal, odd = [], []
     for name, entry in weights.entries.items():
         wanted = stored_dtype(entry, dtype)
@@ -92,6 +105,20 @@ def refuse_mixed(weights: Weights) -> dict[str, Entry]:
             hint="take another checkpoint of the run",
         )
     return kept
+
+
+def _refuse_changed(weights: Weights) -> None:
+    """Raise `CheckpointError` for tensors whose bytes have another checksum than torch.save gave them."""
+    pieces: dict[Path, list[tuple[int, str]]] = {}
+    for name, entry in weights.entries.items():
+        for piece in entry.pieces:
+            pieces.setdefault(piece.file, []).append((piece.offset, name))
+    for file, places in pieces.items():
+        if names := pickles.changed(file, places):
+            raise CheckpointError(
+                f"{file} is damaged: it has other bytes than were saved, where {_shown(names)} lies",
+                hint="copy the file again, or take another checkpoint of the run",
+            )
 
 
 def _refuse(names: Sequence[str], what: str, folder: Path) -> None:

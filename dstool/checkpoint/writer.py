@@ -112,11 +112,19 @@ def refusals_named(target: Path) -> Iterator[None]:
         ) from error
 
 
-def planned(weights: Weights, folder: Path, dtype: DType | None, limit: int, file_format: Format) -> Written:
+def planned(
+    weights: Weights,
+    folder: Path,
+    dtype: DType | None,
+    limit: int,
+    file_format: Format,
+    *,
+    adapter: bool = False,
+) -> Written:
     """What `write_weights` would write: all but the bytes of the headers, and of an index."""
     entries = list(weights.entries.values())
     _refuse_empty(entries)
-    names = list(split(entries, dtype, limit, file_format))
+    names = list(split(entries, dtype, limit, file_format, adapter=adapter))
     if len(names) > 1:
         names.append(f"{layout.WEIGHT_FILES[file_format]}{layout.INDEX}")
     return Written(

@@ -113,3 +113,46 @@ def test_a_nan_is_the_same_whichever_of_its_patterns_the_processor_rounds_to(
     assert consolidate(root, here / "out", verify=True, dtype="bf16").verified
     assert "w has infinite or NaN elements, as in the checkpoint" in caplog.text
     assert load_file(here / "out/model.safetensors")["w"].isnan().sum() == 1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_bit_that_no_rounding_shows_is_found_by_the_checksum_of_the_save(
+    stage: int, model: Model, here: Path
+) -> None:
+    root = save(here / "checkpoint-7", model, stage, 2)
+    file = root / "global_step7/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    data = bytearray(file.read_bytes())
+    data[data.index(model.groups[0]["w"].flatten()[100:110].numpy().tobytes())] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError) as caught:
+        consolidate(root, here / "out", verify=True)
+    assert caught.value.message.startswith(f"{file} is damaged: it has other bytes than were saved, where ")
+    assert " w" in caught.value.message
+    assert not (here / "out").exists()
+
+
+def test_k11_steps_that_disagree_are_no_proof_where_the_run_kept_no_weights(model: Model, here: Path) -> None:
+    root = save(here / "checkpoint-7", model, 3, 2)
+    for file in root.glob("global_step7/*_model_states.pt"):
+        edit(file, lambda content: content.update(global_steps=8))
+    assert consolidate(root, here / "out").step == 8
+    with pytest.raises(CheckpointError, match="the run kept no weights that could show"):
+        consolidate(root, here / "proved", verify=True)
+    assert not (here / "proved").exists()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_adapter_is_the_same_by_deepspeed_and_compared_with_the_run_by_its_own_names(
+    stage: int, here: Path
+) -> None:
+    names = [f"base_model.model.q_proj.lora_{part}.default.weight" for part in "AB"]
+    root = save(here / "checkpoint-7", Model([{name: torch.randn(4, 4) for name in names}]), stage, 2)
+    (root / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
+    plan = consolidate(root, dry_run=True, max_shard_size="1KB")
+    found = [
+        consolidate(root, here / engine, engine=engine, verify=True) for engine in ("stream", "deepspeed")
+    ]
+    assert plan.files == found[0].files == found[1].files == ("adapter_model.safetensors",)
+    one, two = ((each.output_dir / each.files[0]).read_bytes() for each in found)
+    assert one == two
+    assert ("2 against the run's own" in str(found[0].verified)) == (stage == 2)
