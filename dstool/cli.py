@@ -31,7 +31,7 @@ from dstool.errors import (
     RankCrashed,
     RankFailed,
 )
-from dstool.files import in_run, typed
+from dstool.files import in_run, refusal, typed
 
 if TYPE_CHECKING:
     from dstool.config import Config
@@ -60,7 +60,16 @@ class _Commands(TyperGroup):
                 _leave_closed_pipe()
             if type(error).__module__.startswith(("typer", "click")):
                 raise
+            if said := _refused(error):
+                raise SystemExit(_fail(InputError(said[0], hint=said[1]))) from None
             raise SystemExit(_crash(error)) from None
+
+
+def _refused(error: Exception) -> tuple[str, str] | None:
+    """What is said of a path that the system does not let this user look at, wherever it was looked at."""
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # of pathlib, until 3.12
+        return str(error), "name another path"
+    return refusal(error) if isinstance(error, OSError) else None
 
 
 def _leave_closed_pipe() -> NoReturn:

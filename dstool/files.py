@@ -69,10 +69,26 @@ def text_of(path: Path, kind: str) -> str:
         raise ConfigError(f"{path}: not UTF-8 text ({where})", hint=f"save {path.name} as UTF-8") from None
 
 
+def refusal(error: OSError, path: Path | None = None) -> tuple[str, str] | None:
+    """What the system does not let this user see, and what to type; None where that is another matter.
+
+    Args:
+        path: what was looked for, where the error itself does not say.
+    """
+    place = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else path
+    if place is None:
+        return None
+    if isinstance(error, PermissionError):
+        return f"{place}: this user may not read it", _opened(place)
+    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return f"{str(place)[:100]}: {error.strerror}", "name another path"
+    return None
+
+
 def _opened(path: Path) -> str:
     """What lets this user read `path`: the first on the way to it that is closed is opened."""
     for part in (*reversed(path.absolute().parents), path):
-        folder = part != path
+        folder = part != path or path.is_dir()
         if not os.access(part, os.X_OK if folder else os.R_OK):
             own = part.stat().st_uid == os.geteuid()
             return f"{'chmod u' if own else 'sudo chmod a'}+{'x' if folder else 'r'} {typed(part)}"
@@ -330,8 +346,12 @@ def option(name: str, value: object = True) -> str:
 
 
 def typed(path: Path | str) -> str:
-    """`path` as one types it in a shell: in quotes where it has spaces, or letters beyond ASCII."""
-    return shlex.quote(str(path))
+    """`path` as one types it in a shell: in quotes where it has spaces, or letters beyond ASCII.
+
+    A file name that looks like an option gets the folder that it is in.
+    """
+    like_option = isinstance(path, Path) and str(path).startswith("-")
+    return shlex.quote(f"./{path}" if like_option else str(path))
 
 
 def _settle(folder: Path) -> None:

@@ -220,5 +220,5 @@ def _tags(result: InspectResult) -> str:
 def _next(found: ZeroCheckpoint, latest: str | None, *, merges: bool) -> str:
     """The command that makes weights of the tag that was looked at, also where that is not the latest."""
     folder = found.root if found.tag == latest else found.folder
-    name = typed(os.path.relpath(folder) if folder.resolve().is_relative_to(Path.cwd()) else folder)
+    name = typed(Path(os.path.relpath(folder)) if folder.resolve().is_relative_to(Path.cwd()) else folder)
     return f"dstool merge --input-dir {name} --output-dir DIR" if merges else f"dstool consolidate {name}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -192,3 +193,25 @@ def train_here(here: Path) -> Callable[..., Any]:
         return train(load(words=words).config, **options)
 
     return go
+
+
+@pytest.fixture
+def as_nobody() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a command as a user that is not root, and that has no home; skips where that cannot be."""
+    if shutil.which("setpriv") is None or os.geteuid() != 0:
+        pytest.skip("another user is needed")
+
+    def start(*argv: str) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
+        done = subprocess.run(
+            ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *argv],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": path, "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+        if "No module named" in done.stderr or "setpriv" in done.stderr:
+            pytest.skip("another user may not read dstool itself")
+        return done
+
+    return start

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-import dstool
 from dstool.ds_config.options import Options
 from dstool.init_config import generate
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("setpriv") is None or os.geteuid() != 0,
-    reason="another user is needed",
-)
+AsNobody = Callable[..., subprocess.CompletedProcess[str]]
 NOBODY = 65534
-AS_NOBODY = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
 
 
 @pytest.fixture
@@ -40,21 +34,6 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
 
 
-def as_nobody(*argv: str) -> subprocess.CompletedProcess[str]:
-    """`argv` as a user that is not root."""
-    path = os.pathsep.join((str(Path(dstool.__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
-    done = subprocess.run(
-        [*AS_NOBODY, *argv],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path, "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"},
-    )
-    if "No module named" in done.stderr or "setpriv" in done.stderr:
-        pytest.skip("another user may not read dstool itself")
-    return done
-
-
 @pytest.mark.parametrize(
     ("shut", "words", "opens"),
     [
@@ -70,7 +49,7 @@ def as_nobody(*argv: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_what_may_not_be_read_is_said_with_the_command_that_opens_it(
-    shut: str, words: list[str], opens: str, place: Path
+    shut: str, words: list[str], opens: str, place: Path, as_nobody: AsNobody
 ) -> None:
     Path(shut).chmod(0)
     done = as_nobody(sys.executable, "-m", "dstool", *words)
@@ -83,7 +62,7 @@ def test_what_may_not_be_read_is_said_with_the_command_that_opens_it(
     assert "may not read" not in as_nobody(sys.executable, "-m", "dstool", *words).stderr
 
 
-def test_a_file_of_another_user_is_opened_by_root(place: Path) -> None:
+def test_a_file_of_another_user_is_opened_by_root(place: Path, as_nobody: AsNobody) -> None:
     os.chown("ds_config.json", 0, 0)
     Path("ds_config.json").chmod(0o600)
     done = as_nobody(sys.executable, "-m", "dstool", "check", "ds_config.json")

@@ -31,7 +31,7 @@ from typing import Any
 from dstool.checkpoint import pickles
 from dstool.checkpoint.pickles import Inert, Shape
 from dstool.errors import CheckpointError, ConfigError
-from dstool.files import typed
+from dstool.files import refusal, typed
 
 logger = logging.getLogger("dstool.checkpoint")
 
@@ -135,6 +135,8 @@ def find(path: Path, *, tag: str | None = None, trust: bool = False) -> ZeroChec
     try:
         return _find(path, tag, trust=trust)
     except OSError as error:  # a folder without rights, or a disk that fails
+        if said := refusal(error, path):
+            raise CheckpointError(said[0], hint=said[1]) from error
         place = error.filename or path
         raise CheckpointError(
             f"{place} cannot be read: {error.strerror or error}", hint=f"ls -ld {typed(place)}"
@@ -190,6 +192,11 @@ def newest_complete(
         for passed in problems:
             logger.warning("%s is used, since a newer one cannot be: %s", found.root, passed.message)
         return found
+    if len(problems) > 1:
+        raise CheckpointError(
+            f"{problems[0].message}; nor can any of the {len(problems) - 1} before it be read",
+            hint=f"dstool inspect {typed(_run_checkpoints(run_dir)[-1])} says what is wrong with the first",
+        )
     raise problems[0] if problems else _nothing_in(run_dir)
 
 
@@ -313,11 +320,12 @@ def _read_latest(root: Path, name: str = LATEST) -> str:
     hint = f"name the folder itself: dstool consolidate {typed(tags[-1])}" if tags else _other_hint(root)
     try:
         tag = file.read_text(encoding="utf-8").strip()
-    except (UnicodeDecodeError, OSError) as error:
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"{file} cannot be read as text: {error}", hint=hint) from error
     if not tag:
         raise CheckpointError(f"{file} is empty, it should name a folder beside it", hint=hint)
-    if "\n" in tag or "\0" in tag or Path(tag).name != tag or not (root / tag).is_dir():
+    is_name = "\n" not in tag and "\0" not in tag and Path(tag).name == tag and tag.strip(".")
+    if not is_name or not (root / tag).is_dir():
         raise CheckpointError(f"{file} names {tag[:80]!r}, which is no folder in {root}", hint=hint)
     return tag
 
@@ -559,11 +567,16 @@ def read_any(file: Path, *, trust: bool = False, seen: dict[bytes, Any] | None =
         size = file.stat().st_size
         if size == 0:
             raise _damaged(file, "is empty (0 bytes)")
-        if not zipfile.is_zipfile(file):
+        with file.open("rb") as stream:  # by its name, is_zipfile says no of one that may not be read
+            is_zip = zipfile.is_zipfile(stream)
+        if not is_zip:
             raise _damaged(file, f"is cut short or no file of torch.save ({size} bytes, no zip directory)")
         return pickles.read(file, trust=trust, seen=seen)
     except CheckpointError:
         raise
+    except PermissionError as error:
+        message, hint = refusal(error, file) or (str(error), None)
+        raise CheckpointError(message, hint=hint) from error
     except MemoryError as error:
         raise _damaged(file, "cannot be read: it asks for more memory than there is") from error
     except Exception as error:  # whatever a broken pickle makes the unpickler do

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +18,7 @@ from dstool.checkpoint import layout, pickles, stream
 from dstool.checkpoint.pickles import ITEM_SIZES, DType, TensorRef
 from dstool.checkpoint.reader import Entry, Weights
 from dstool.checkpoint.stream import Progress, Target
-from dstool.errors import CheckpointError, ConfigError, EnvironmentUnfit
+from dstool.errors import CheckpointError, ConfigError, EnvironmentUnfit, InputError
 
 if TYPE_CHECKING:
     import torch
@@ -106,6 +108,14 @@ def refusals_named(target: Path) -> Iterator[None]:
     except OSError as error:
         # the disk itself: the folders that were made for the weights are taken away again
         place = next(each for each in target.resolve().parents if each.is_mount())
+        source = Path(error.filename) if isinstance(error.filename, str) else target
+        if isinstance(error, PermissionError) and source.is_file() and not os.access(source, os.R_OK):
+            message, hint = files.refusal(error) or (str(error), None)
+            raise InputError(message, hint=hint) from error
+        if error.errno == errno.ENAMETOOLONG:
+            raise ConfigError(
+                f"{target.name[:60]}... is too long a name", hint="choose one of 150 bytes or fewer"
+            ) from error
         raise EnvironmentUnfit(
             f"the weights could not be written to {target.parent}: {error.strerror or error}",
             hint=f"df -h {files.typed(place)} shows the space there",
@@ -183,7 +193,7 @@ def check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise EnvironmentUnfit(
-            f"{folder.parent} has {free / 1e9:.1f} GB free, the weights need {needed / 1e9:.1f} GB",
+            f"{folder.parent} has {free / 1e6:,.1f} MB free, the weights need {needed / 1e6:,.1f} MB",
             hint="free some space, or choose a folder on another disk",
         )
 

@@ -111,7 +111,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_left(
         assert process.returncode == EnvironmentUnfit.exit_code, errors
         said = [line for line in errors.decode().splitlines() if line.startswith("error: ")]
         assert len(said) == 1
-        assert "GB free" in said[0]
+        assert "MB free" in said[0]
         assert "Traceback" not in errors.decode()
         assert list(disk.iterdir()) == []
     finally:
