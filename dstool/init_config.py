@@ -20,7 +20,7 @@ from dstool.ds_config.build import AUTO, build, dumps, of_run_file
 from dstool.ds_config.check import Finding
 from dstool.ds_config.keys import keys
 from dstool.ds_config.looks import Circumstances
-from dstool.ds_config.options import CHOICES, Options, refuse
+from dstool.ds_config.options import CHOICES, WITHOUT_WARMUP, Options, refuse
 from dstool.ds_config.presets import PRESETS
 from dstool.errors import ConfigError
 from dstool.files import option
@@ -364,10 +364,23 @@ def _changes(options: Options, text: str, kept: Loaded) -> dict[str, Any]:
     given = {**_TRAINERS_DEFAULTS, **train}
     own = {name: value for name, value in of_run_file(options).items() if given.get(name) != value}
     changes = {**read.other_words(json.loads(text), train), **own}
-    if train.get("warmup_steps") == 0 and changes.get("lr_scheduler_type", "") is None:
-        # that of a scheduler without a warm-up, which goes with it
-        changes.setdefault("warmup_steps", new_run_file.train(options).get("warmup_steps"))
+    gone = changes.get("lr_scheduler_type", "") is None or _scheduler_of(kept) in WITHOUT_WARMUP
+    warmup = new_run_file.train(options).get("warmup_steps")
+    if gone and warmup and not train.get("warmup_steps"):
+        # no warm-up was that of a scheduler that has none, and goes with it
+        changes.setdefault("warmup_steps", warmup)
     return changes
+
+
+def _scheduler_of(kept: Loaded) -> str | None:
+    """The scheduler in the JSON that the run file names, before it is written over."""
+    named = kept.config.deepspeed
+    try:
+        ds = read.read(Path(named)) if isinstance(named, str) else named
+    except ConfigError:
+        return None
+    found = _at(ds, "scheduler.type")
+    return found if isinstance(found, str) else None
 
 
 def _around(

@@ -538,12 +538,28 @@ def test_what_cannot_be_set_has_a_command_for_it(word, hint):
     assert contents() == {}
 
 
-def test_the_warm_up_comes_back_with_a_scheduler_that_has_one(caplog):
-    init_config(Options(scheduler="ConstantLR"))
-    assert load(RUN_FILE).config.train.arguments()["warmup_steps"] == 0
-    init_config(Options(), force=True)
-    assert load(RUN_FILE).config.train.arguments()["warmup_steps"] == 0.1
+@pytest.mark.parametrize("scheduler", ["WarmupLR", "WarmupCosineLR", "none"])
+@pytest.mark.parametrize(
+    "before", [["ConstantLR"], ["OneCycle"], ["LRRangeTest"], ["OneCycle", "ConstantLR"]]
+)
+def test_the_warm_up_comes_back_with_a_scheduler_that_has_one(before, scheduler, caplog):
+    for name in before:
+        init_config(Options(scheduler=name), force=True)
+        assert not load(RUN_FILE).config.train.arguments().get("warmup_steps")
+    init_config(Options(scheduler=scheduler), force=True)
+    train = load(RUN_FILE).config.train.arguments()
+    constant = train.get("lr_scheduler_type") == "constant"  # the run file's own, as the JSON has none
+    assert (train.get("warmup_steps") or 0) == (0 if constant else 0.1)
     assert "LR 0" not in caplog.text
+    assert "rate of 0" not in caplog.text
+
+
+@pytest.mark.parametrize("warmup", ["", "  warmup_steps: 7\n"])
+def test_a_run_file_of_its_own_keeps_its_warm_up_and_the_lack_of_one(warmup):
+    Path(RUN_FILE).write_text(f"train:\n  output_dir: mine\n{warmup}deepspeed: ds_config.json\n")
+    for _ in range(2):
+        init_config(Options(), force=True)
+    assert load(RUN_FILE).config.train.arguments().get("warmup_steps") == (7 if warmup else None)
 
 
 def chosen(preset=None, settings=(), **given) -> Options:
