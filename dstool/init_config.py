@@ -23,7 +23,7 @@ from dstool.ds_config.looks import Circumstances
 from dstool.ds_config.options import CHOICES, WITHOUT_WARMUP, Options, refuse
 from dstool.ds_config.presets import PRESETS
 from dstool.errors import ConfigError
-from dstool.files import option
+from dstool.files import option, typed
 from dstool.run_file import by_hand, shown
 
 logger = logging.getLogger("dstool.init_config")
@@ -448,6 +448,10 @@ def _tell(options: Options, run_file: Path, warnings: Iterable[Finding]) -> None
     if options.optimizer == "FusedAdam":
         runs = "DeepSpeedCPUAdam, as it is offloaded" if options.optimizer_device != "none" else "FusedAdam"
         logger.info("FusedAdam: DeepSpeed's name for it is AdamW, and it runs %s", runs)
+    if options.nvme_path and not Path(options.nvme_path).exists():
+        # DeepSpeed makes it (runtime/zero/stage3.py, swap_tensor/partitioned_param_swapper.py)
+        path = options.nvme_path
+        logger.info("nvme_path: %s is not there yet: the run makes it, or mkdir -p %s", path, typed(path))
     for each in warnings:
         logger.warning("%s: %s (%s)", each.problem, each.consequence, each.mend)
 

@@ -322,6 +322,17 @@ def test_a_folder_of_the_nvme_that_cannot_be_used_is_told_of_once(tmp_path):
     assert error.hint.startswith("--nvme-path FOLDER")
 
 
+def test_an_nvme_folder_that_is_not_there_is_said_to_be_made_by_the_run(tmp_path, caplog):
+    caplog.set_level("INFO", "dstool")
+    init_config(Options(3, "nvme", str(tmp_path / "a disk/b")))
+    said = f"not there yet: the run makes it, or mkdir -p '{tmp_path}/a disk/b'"
+    assert said in caplog.text
+    (tmp_path / "a disk/b").mkdir(parents=True)
+    caplog.clear()
+    init_config(Options(3, "nvme", str(tmp_path / "a disk/b")), force=True)
+    assert "not there yet" not in caplog.text
+
+
 def test_the_nvme_path_that_is_given_is_taken():
     assert init_config(Options(3, "nvme", "/fast/disk")).nvme_path == Path("/fast/disk")
 
