@@ -162,7 +162,9 @@ def _unknown(name: str, wanted: str) -> ConfigError:
     last = wanted.rpartition(".")[2]
     names = {key.name: path for path, key in known.items()} | {path: path for path in known}
     names |= {topic: topic for topic in glossary.topics("en")}
-    near = difflib.get_close_matches(wanted, names, n=1) or difflib.get_close_matches(last, names, n=1)
+    meant = [glossary.MEANT[wanted]] if wanted in glossary.MEANT else []
+    near = meant or difflib.get_close_matches(wanted, names, n=1)
+    near = near or difflib.get_close_matches(last, names, n=1)
     if not near:
         return ConfigError(f"{name}: no key of DeepSpeed {versions()['deepspeed']}", hint="dstool explain")
     return ConfigError(

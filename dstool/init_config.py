@@ -16,19 +16,19 @@ from dstool import run_file as rewritten
 from dstool.config import LENGTH_KEYS, RUN_FILE, Loaded, Task, load
 from dstool.ds_config import check as ds_check
 from dstool.ds_config import read, source
-from dstool.ds_config.build import build, dumps, of_run_file
+from dstool.ds_config.build import AUTO, build, dumps, of_run_file
 from dstool.ds_config.check import Finding
+from dstool.ds_config.keys import keys
 from dstool.ds_config.looks import Circumstances
-from dstool.ds_config.options import CHOICES, Options
+from dstool.ds_config.options import CHOICES, WITHOUT_WARMUP, Options, refuse
 from dstool.ds_config.presets import PRESETS
 from dstool.errors import ConfigError
-from dstool.files import option
+from dstool.files import option, typed
 from dstool.run_file import by_hand, shown
 
 logger = logging.getLogger("dstool.init_config")
 
 LOCAL_NVME = Path("/local_nvme")
-STAGES = ("0", "1", "2", "3")
 
 
 @dataclass(frozen=True)
@@ -144,44 +144,74 @@ def options_of(preset: str | None, settings: Iterable[str], given: Mapping[str, 
     values = {name: given[name] for name in names if given.get(name) is not None}
     if not {values.get("stage"), values.get("offload")} <= {None, 3, "nvme"}:
         base = replace(base, nvme_path=None)
-    words = tuple(_setting(word) for word in settings)
-    _refuse_twice(words, values)
-    return replace(base, **values, settings=base.settings + words)
+    return replace(base, **values, settings=base.settings + _settings(settings))
 
 
 _KEYS = {
-    "stage": ("zero_optimization.stage",),
-    "offload": ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"),
-    "offload_optimizer": ("zero_optimization.offload_optimizer.device",),
-    "offload_param": ("zero_optimization.offload_param.device",),
-    "nvme_path": (
-        "zero_optimization.offload_optimizer.nvme_path",
-        "zero_optimization.offload_param.nvme_path",
-    ),
-    "precision": ("fp16.enabled", "bf16.enabled"),
-    "communication_data_type": ("communication_data_type",),
-    "optimizer": ("optimizer.type",),
-    "scheduler": ("scheduler.type",),
-    "lr": ("optimizer.params.lr",),
-    "warmup": ("scheduler.params.warmup_num_steps",),
-    "micro_batch": ("train_micro_batch_size_per_gpu",),
-    "global_batch": ("train_batch_size",),
-    "accumulation": ("gradient_accumulation_steps",),
-    "clip": ("gradient_clipping",),
+    "zero_optimization.stage": "stage",
+    "zero_optimization.offload_optimizer.device": "offload_optimizer",
+    "zero_optimization.offload_param.device": "offload_param",
+    "zero_optimization.offload_optimizer.nvme_path": "nvme_path",
+    "zero_optimization.offload_param.nvme_path": "nvme_path",
+    "fp16.enabled": "precision",
+    "bf16.enabled": "precision",
+    "communication_data_type": "communication_data_type",
+    "optimizer.type": "optimizer",
+    "scheduler.type": "scheduler",
+    "optimizer.params.lr": "lr",
+    "scheduler.params.warmup_num_steps": "warmup",
+    "train_micro_batch_size_per_gpu": "micro_batch",
+    "train_batch_size": "global_batch",
+    "gradient_accumulation_steps": "accumulation",
+    "gradient_clipping": "clip",
 }
-"""The keys of the JSON whose value an option is; one that it only decides, `--set` may change."""
+"""The keys of the JSON whose value an option is. Another that an option only decides, `--set` may change."""
 
 
-def _refuse_twice(words: Iterable[tuple[str, Any]], given: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` where `--set` gives once more what an option gives."""
-    for path, value in words:
-        for name in given:
-            if any(f"{key}.".startswith(f"{path}.") for key in _KEYS.get(name, ())):
-                flag, text = option(name), value if isinstance(value, str) else json.dumps(value)
+def _refuse_otherwise(own: Mapping[str, Any], settings: Iterable[tuple[str, Any]]) -> None:
+    """Raise `ConfigError` where `--set` says otherwise than `own`, which the options alone write.
+
+    An option writes what goes with its value too, and `--set` would leave what goes with another.
+    """
+    for path, value in settings:
+        for key, name in _KEYS.items():
+            said, other = _at(own, key), _inside(value, path, key)
+            if f"{key}.".startswith(f"{path}.") and said not in (None, AUTO, other):
+                left = other is None and "none" not in CHOICES.get(name, ())
                 raise ConfigError(
-                    f"{flag} {given[name]} and --set {path}={text} both say what {path} is",
-                    hint=f"leave one of the two out: {flag} or --set {path}",
+                    f"--set {path}={_typed(value)}: {option(name)} says that {key} is {said}",
+                    hint=_instead(key, said if left else other),
                 )
+
+
+def _instead(key: str, value: Any) -> str:
+    """The command with the option for `key`: with `value`, or else one that it takes."""
+    name = _KEYS[key]
+    if name == "precision":
+        value = key.partition(".")[0] if value is True else AUTO
+    elif value is None:
+        value = "none" if "none" in CHOICES.get(name, ()) else ""
+    try:
+        refuse(replace(Options(), **{name: value}))
+    except ConfigError as error:
+        return error.hint or ""
+    return f"dstool init-config {option(name, value)}"
+
+
+def _at(block: Any, path: str) -> Any:
+    """What stands at the dotted `path` in `block`; None where nothing does."""
+    for name in path.split("."):
+        block = block.get(name) if isinstance(block, dict) else None
+    return block
+
+
+def _inside(value: Any, path: str, key: str) -> Any:
+    """What is at `key`, where `value` is all that is at `path`."""
+    return value if path == key else _at(value, key.removeprefix(f"{path}."))
+
+
+def _typed(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 _FOR_AUTO = ("gpus", "gpu_memory", "nodes", "cpu_memory", "nvme_space", "seq_len", "lora")
@@ -212,23 +242,25 @@ def refuse_with_auto(given: Mapping[str, Any]) -> None:
             )
 
 
+def _settings(words: Iterable[str]) -> tuple[tuple[str, Any], ...]:
+    found: dict[str, Any] = {}
+    for word in words:
+        path, value = _setting(word)
+        if path in found:
+            raise ConfigError(
+                f"--set {path} is given twice: {_typed(found[path])} and {_typed(value)}",
+                hint=f"leave one of the two out: --set {path}={_typed(value)}",
+            )
+        found[path] = value
+    return tuple(found.items())
+
+
 def _setting(word: str) -> tuple[str, Any]:
     path, equals, text = word.partition("=")
     if not equals or not all(path.split(".")):
         raise ConfigError(
             f"--set {word}: not KEY.PATH=VALUE",
             hint="for example --set zero_optimization.reduce_bucket_size=500000000",
-        )
-    block, _, last = path.partition(".")
-    if last == "type" and text in CHOICES.get(block, ()):
-        raise ConfigError(
-            f"--set {word}: the {block} has an option of its own, which writes its parameters too",
-            hint=f"dstool init-config --{block} {text}",
-        )
-    if path in ("zero_optimization", "zero_optimization.stage"):
-        raise ConfigError(
-            f"--set {word}: the stage has an option of its own, which writes the keys that it reads",
-            hint=f"dstool init-config --stage {text if text in STAGES else 'N: 0, 1, 2 or 3'}",
         )
     try:
         value = json.loads(text)
@@ -261,6 +293,7 @@ def generate(options: Options) -> str:
     Raises:
         ConfigError: options that contradict each other.
     """
+    _refuse_otherwise(build(replace(options, settings=())), options.settings)
     return dumps(build(options))
 
 
@@ -331,10 +364,23 @@ def _changes(options: Options, text: str, kept: Loaded) -> dict[str, Any]:
     given = {**_TRAINERS_DEFAULTS, **train}
     own = {name: value for name, value in of_run_file(options).items() if given.get(name) != value}
     changes = {**read.other_words(json.loads(text), train), **own}
-    if train.get("warmup_steps") == 0 and changes.get("lr_scheduler_type", "") is None:
-        # that of a scheduler without a warm-up, which goes with it
-        changes.setdefault("warmup_steps", new_run_file.train(options).get("warmup_steps"))
+    gone = changes.get("lr_scheduler_type", "") is None or _scheduler_of(kept) in WITHOUT_WARMUP
+    warmup = new_run_file.train(options).get("warmup_steps")
+    if gone and warmup and not train.get("warmup_steps"):
+        # no warm-up was that of a scheduler that has none, and goes with it
+        changes.setdefault("warmup_steps", warmup)
     return changes
+
+
+def _scheduler_of(kept: Loaded) -> str | None:
+    """The scheduler in the JSON that the run file names, before it is written over."""
+    named = kept.config.deepspeed
+    try:
+        ds = read.read(Path(named)) if isinstance(named, str) else named
+    except ConfigError:
+        return None
+    found = _at(ds, "scheduler.type")
+    return found if isinstance(found, str) else None
 
 
 def _around(
@@ -368,14 +414,31 @@ def _checked(text: str, around: Circumstances, run_file: Path, options: Options)
 
 def _mend(error: Finding, run_file: Path, options: Options) -> str:
     """What to type where the JSON is not there yet for `error` to be mended in it."""
-    flags = [option(name) for name, paths in _KEYS.items() if error.path in paths]
-    if flags and error.path in dict(options.settings):
-        return f"{flags[0]} is for that, in place of --set {error.path}"
+    if error.rule == "batch":
+        total = dict(options.settings).get(error.path, options.global_batch)
+        return f"dstool init-config --global-batch {total} --micro-batch 1"
+    for path, value in options.settings:
+        if _overlap(path, error.path):
+            keys_here = [key for key in _KEYS if _overlap(key, path) and _overlap(key, error.path)]
+            return (
+                _instead(keys_here[0], _inside(value, path, keys_here[0])) if keys_here else _explained(path)
+            )
     if error.rule == "nvme-path":
         return "--nvme-path FOLDER, one on a local NVMe disk"
     if error.rule in ("mismatch", "silent-winner"):
         return f"change that in {run_file}, or leave the option out that says otherwise"
     return error.mend
+
+
+def _overlap(path: str, other: str) -> bool:
+    """Whether one of the two is the other, or a block around it."""
+    return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
+
+
+def _explained(path: str) -> str:
+    """The command that says what the key at `path` takes, or the nearest to it, or which there are."""
+    near = difflib.get_close_matches(path, keys(), 1)
+    return f"dstool explain {near[0]}" if near else "dstool explain"
 
 
 def _tell(options: Options, run_file: Path, warnings: Iterable[Finding]) -> None:
@@ -385,6 +448,10 @@ def _tell(options: Options, run_file: Path, warnings: Iterable[Finding]) -> None
     if options.optimizer == "FusedAdam":
         runs = "DeepSpeedCPUAdam, as it is offloaded" if options.optimizer_device != "none" else "FusedAdam"
         logger.info("FusedAdam: DeepSpeed's name for it is AdamW, and it runs %s", runs)
+    if options.nvme_path and not Path(options.nvme_path).exists():
+        # DeepSpeed makes it (runtime/zero/stage3.py, swap_tensor/partitioned_param_swapper.py)
+        path = options.nvme_path
+        logger.info("nvme_path: %s is not there yet: the run makes it, or mkdir -p %s", path, typed(path))
     for each in warnings:
         logger.warning("%s: %s (%s)", each.problem, each.consequence, each.mend)
 

@@ -18,6 +18,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from dstool.checkpoint import companions, layout, reader
 from dstool.checkpoint.reader import Entry, Weights
@@ -193,7 +194,7 @@ def load_model(
     auto = getattr(transformers, AUTO_CLASSES[section.task])
     config = _config_for(section, tokenizer, labels)
     if section.name is None:
-        with _one_line(str(config.model_type), "model"):
+        with _one_line(str(config.model_type), "config"):
             model = auto.from_config(config, dtype=dtype)
     else:
         model = _load_pretrained(auto, section, config, dtype)
@@ -224,12 +225,17 @@ def _fresh_config(section: ModelSection) -> Any:
     kind = values.pop("model_type", None)
     if kind is None:
         raise ModelError("model.from_scratch has no model_type", hint="for example model_type: llama")
-    with _one_line(str(kind), "model type"):
+    if str(kind) not in CONFIG_MAPPING_NAMES:
+        raise ModelError(
+            f"model.from_scratch: Transformers {transformers.__version__} knows no model_type {kind}",
+            hint="for example model_type: llama",
+        )
+    with _one_line(str(kind), "config"):
         return AutoConfig.for_model(kind, **values)
 
 
 def _pretrained_config(section: ModelSection) -> Any:
-    with _one_line(str(section.name), "model"):
+    with _one_line(str(section.name), "config"):
         return AutoConfig.from_pretrained(
             section.name, revision=section.revision, trust_remote_code=section.trust_remote_code
         )
@@ -424,7 +430,7 @@ def shape_of(section: ModelSection, lora: LoraSection | None, *, own_optimizer: 
         )
     auto = getattr(transformers, AUTO_CLASSES[section.task])
     try:
-        with _one_line(str(section.name or config.model_type), "model"), torch.device("meta"):
+        with _one_line(str(section.name or config.model_type), "config"), torch.device("meta"):
             model = auto.from_config(config, trust_remote_code=section.trust_remote_code)
     except ModelError:
         if folder is None or not list(folder.glob("*.safetensors")):
@@ -504,7 +510,7 @@ def _config_of(section: ModelSection) -> Any:
         folder = Path(section.name)
         if not list(folder.glob("*.safetensors")):
             raise
-        with _one_line(section.name, "model"):
+        with _one_line(section.name, "config"):
             return transformers.PretrainedConfig.from_json_file(folder / "config.json")
 
 
@@ -709,7 +715,7 @@ def _shards(index: Path) -> list[str]:
 
 def meta_model(folder: ModelFolder) -> Any:
     """The model that the config in `folder` describes, on the meta device: names and shapes, no values."""
-    with _one_line(str(folder.path), "model"), torch.device("meta"):
+    with _one_line(str(folder.path), "config"), torch.device("meta"):
         model = folder.auto_class().from_config(folder.config)
         model.tie_weights()
     return model
@@ -786,6 +792,8 @@ def _model_error(name: str, what: str, error: Exception) -> ModelError:
         return ModelError(
             f"{name}: the folder has no config.json", hint="name a folder that save_pretrained or dstool made"
         )
+    if what == "config" and (unfit := _unfit_config(path, reason, error)):
+        return unfit
     if path.is_dir() or not isinstance(error, OSError):
         return ModelError(
             f"{name}: the {what} cannot be loaded: {reason}", hint="copy the folder again, or name another"
@@ -794,3 +802,32 @@ def _model_error(name: str, what: str, error: Exception) -> ModelError:
         f"{name}: there is no such folder here, and the Hugging Face hub did not give a {what} of that name",
         hint=f"check the spelling and the network ({reason.partition('. ')[0]})",
     )
+
+
+def _unfit_config(path: Path, reason: str, error: Exception) -> ModelError | None:
+    """What is wrong with a config that can be read, in a folder or by model_type; None for another error."""
+    file, another = path / "config.json", "or name another model"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if file.is_file() and not isinstance(kind, str):
+        return ModelError(
+            f"{file} has no model_type, so it does not say which model it is of",
+            hint="name a folder that save_pretrained or dstool made",
+        )
+    if isinstance(error, OSError | ImportError) or "auto_map" in (values or {}):
+        return None
+    if kind is not None and kind not in CONFIG_MAPPING_NAMES:
+        return ModelError(
+            f"{file}: Transformers {transformers.__version__} knows no model_type {kind}",
+            hint=f"pip install --upgrade transformers, {another}",
+        )
+    if reason.startswith("Unrecognized configuration class"):
+        return ModelError(
+            f"{path}: a model of type {kind or path.name}, of which Transformers has none for this task",
+            hint=f"name a text model, for {' or '.join(AUTO_CLASSES)}",
+        )
+    told = file if file.is_file() else path
+    return ModelError(f"{told}: its values make no model: {reason}", hint=f"correct them, {another}")

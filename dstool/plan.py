@@ -91,6 +91,9 @@ class PlanResult:
     """What would make it fit, where nothing does."""
 
 
+_BY = "--model "  # as plan and init-config --auto take it
+
+
 def plan(config: Config, options: Options | None = None) -> PlanResult:
     """Work out what the model of `config` needs at each stage and offload. No weights are loaded.
 
@@ -100,7 +103,7 @@ def plan(config: Config, options: Options | None = None) -> PlanResult:
     """
     options = options or Options()
     _check(options)
-    preflight.check_model(config)
+    preflight.check_model(config, by=_BY)
     assumed: list[str] = []
     setup = _setup(config, options, assumed)
     limits = _limits(config, options, assumed)
@@ -214,7 +217,7 @@ def _with_model(config: Config, name: str, *, task_given: bool) -> Config:
     section = config.model.model_copy(update={"name": name, "from_scratch": None, "revision": None})
     changed = config.model_copy(update={"model": section})
     if not task_given:
-        preflight.check_model(changed)
+        preflight.check_model(changed, by=_BY)
         changed = changed.model_copy(
             update={"model": section.model_copy(update={"task": models.task_of(section)})}
         )

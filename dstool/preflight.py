@@ -122,17 +122,20 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def check_model(config: Config) -> None:
-    """Raise `ConfigError` or `ModelError` where no model is named, or not one that can be found."""
+def check_model(config: Config, *, by: str = "model.name=") -> None:
+    """Raise `ConfigError` or `ModelError` where no model is named, or not one that can be found.
+
+    `by` is what stands before the name on the command line, for the hint.
+    """
     section = config.model
     if (section.name is None) == (section.from_scratch is None):
         problem = "names no model" if section.name is None else "has both model.name and model.from_scratch"
-        raise ConfigError(f"the run file {problem}", hint="set model.name=FOLDER_OR_HUB_NAME")
+        raise ConfigError(f"the run file {problem}", hint=f"set {by}FOLDER_OR_HUB_NAME")
     if section.name is None:
         return
     path = Path(section.name)
     if path.is_file():
-        raise ModelError(f"{path} is a file", hint=f"name its folder: model.name={path.parent}")
+        raise ModelError(f"{path} is a file", hint=f"name its folder: {by}{path.parent}")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(
             f"{path} has no config.json", hint="name a folder that save_pretrained or dstool made"
@@ -140,7 +143,7 @@ def check_model(config: Config) -> None:
     if not path.exists() and (
         path.is_absolute() or section.name.startswith(".") or section.name.count("/") > 1
     ):
-        raise ModelError(f"{path}: no such folder", hint="set model.name=FOLDER_OR_HUB_NAME")
+        raise ModelError(f"{path}: no such folder", hint=f"set {by}FOLDER_OR_HUB_NAME")
     if not path.exists():
         check_hub(section.name, "model", ModelError)
 

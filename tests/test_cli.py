@@ -258,6 +258,7 @@ def test_the_launchers_local_rank_stands_before_the_command(before):
 
 @pytest.mark.parametrize("option", ["--nvme-path", "--nvme_path"])
 def test_options_may_be_spelt_with_underscores(option):
+    Path("a_b").mkdir()
     shown = succeeds("init-config", "--stage=3", "--offload=nvme", option, "a_b", "-o", "-")
     assert json.loads(shown)["zero_optimization"]["offload_param"]["nvme_path"] == "a_b"
 
@@ -305,6 +306,7 @@ def test_init_config_shows_what_it_kept():
 
 def test_init_config_as_json_is_one_object_with_absolute_paths():
     here = Path.cwd()
+    Path("disk").mkdir()
     shown = succeeds("init-config", "--json", "--stage", "3", "--offload", "nvme", "--nvme-path", "disk")
     assert len(shown.splitlines()) == 1
     assert json.loads(shown) == {

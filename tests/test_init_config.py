@@ -25,6 +25,7 @@ STAGES, OFFLOADS = (0, 1, 2, 3), ("none", "cpu", "nvme")
 PRECISIONS = ("auto", "fp32", "fp16", "bf16")
 OPTIMIZERS = ("AdamW", "Adam", "Adagrad", "none")
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "none")
+AT_3 = "dstool init-config --stage 3"
 TASKS = ("text-classification", "causal-lm")
 
 
@@ -321,6 +322,17 @@ def test_a_folder_of_the_nvme_that_cannot_be_used_is_told_of_once(tmp_path):
     assert error.hint.startswith("--nvme-path FOLDER")
 
 
+def test_an_nvme_folder_that_is_not_there_is_said_to_be_made_by_the_run(tmp_path, caplog):
+    caplog.set_level("INFO", "dstool")
+    init_config(Options(3, "nvme", str(tmp_path / "a disk/b")))
+    said = f"not there yet: the run makes it, or mkdir -p '{tmp_path}/a disk/b'"
+    assert said in caplog.text
+    (tmp_path / "a disk/b").mkdir(parents=True)
+    caplog.clear()
+    init_config(Options(3, "nvme", str(tmp_path / "a disk/b")), force=True)
+    assert "not there yet" not in caplog.text
+
+
 def test_the_nvme_path_that_is_given_is_taken():
     assert init_config(Options(3, "nvme", "/fast/disk")).nvme_path == Path("/fast/disk")
 
@@ -433,8 +445,8 @@ def test_a_global_batch_with_accumulation_decides_the_rows_of_a_step():
     ("words", "said"),
     [
         (["gradient_cliping=1"], "did you mean gradient_clipping?"),
-        (["zero_optimization.stage=5"], "the stage has an option of its own"),
-        (['zero_optimization={"stage": 3}'], "the stage has an option of its own"),
+        (["zero_optimization.stage=5"], "--stage says that zero_optimization.stage is 2"),
+        (['zero_optimization={"stage": 3}'], "--stage says that zero_optimization.stage is 2"),
         (["zero_optimization.overlap_com=true"], "did you mean overlap_comm?"),
         (["fp16.enabled=true", "bf16.enabled=true"], "both true"),
         (["train_micro_batch_size_per_gpu=x"], "a whole number above 0"),
@@ -454,21 +466,48 @@ def test_set_is_checked_like_any_file(words, said):
 
 
 @pytest.mark.parametrize(
-    ("given", "word"),
+    ("given", "word", "hint"),
     [
-        ({"clip": 1.0}, "gradient_clipping=0.5"),
-        ({"micro_batch": 2}, "train_micro_batch_size_per_gpu=4"),
-        ({"lr": 1e-3}, 'optimizer={"type": "AdamW"}'),
+        ({"clip": 1.0}, "gradient_clipping=0.5", "--clip 0.5"),
+        ({"micro_batch": 2}, "train_micro_batch_size_per_gpu=4", "--micro-batch 4"),
+        ({"lr": 1e-3}, 'optimizer={"type": "AdamW"}', "--lr 0.001"),
+        (
+            {"stage": 3, "offload": "cpu"},
+            "zero_optimization.offload_param.device=none",
+            "--offload-param none",
+        ),
     ],
     ids=str,
 )
-def test_what_an_option_gives_cannot_be_set_once_more(given, word):
-    (name, value), path = *given.items(), word.partition("=")[0]
-    with pytest.raises(ConfigError) as caught:
-        chosen(settings=[word], **given)
-    flag = f"--{name.replace('_', '-')}"
-    assert caught.value.message.startswith(f"{flag} {value} and --set {word} both say")
-    assert caught.value.hint == f"leave one of the two out: {flag} or --set {path}"
+def test_what_an_option_gives_cannot_be_set_to_something_else(given, word, hint):
+    with pytest.raises(ConfigError, match=r"--set .*: --\S+ says that ") as caught:
+        generate(chosen(settings=[word], **given))
+    assert caught.value.hint == f"dstool init-config {hint}"
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({}, "zero_optimization.stage=2"),
+        ({"clip": 0.5}, "gradient_clipping=0.5"),
+        ({}, "optimizer.params.weight_decay=0.1"),
+        ({"optimizer": "none"}, 'optimizer={"type": "AdamW", "params": {"lr": "auto"}}'),
+    ],
+    ids=str,
+)
+def test_what_says_the_same_or_what_no_option_says_may_be_set(given, word):
+    assert generate(chosen(settings=[word], **given))
+
+
+def test_a_global_batch_that_the_rows_of_a_step_do_not_divide_has_a_command_that_works():
+    assert refusal(Options(global_batch=7)).hint == "dstool init-config --global-batch 7 --micro-batch 1"
+    assert init_config(Options(global_batch=7, micro_batch=1)).written
+
+
+def test_one_key_cannot_be_set_twice():
+    with pytest.raises(ConfigError, match="--set gradient_clipping is given twice: 1 and 2") as caught:
+        chosen(settings=["gradient_clipping=1", "gradient_clipping=2"])
+    assert caught.value.hint == "leave one of the two out: --set gradient_clipping=2"
 
 
 def test_set_may_change_what_an_option_only_decides():
@@ -480,29 +519,58 @@ def test_set_may_change_what_an_option_only_decides():
     ("word", "hint"),
     [
         ("zero_optimization.stage=3", "dstool init-config --stage 3"),
-        ("optimizer.params.lr=1e-4", "--lr is for that, in place of --set optimizer.params.lr"),
-        (
-            "train_micro_batch_size_per_gpu=4",
-            "--micro-batch is for that, in place of --set train_micro_batch",
-        ),
-        ("scheduler.params.warmup_num_steps=10", "--warmup is for that, in place of --set scheduler."),
-        ("train_batch_size=7", "--global-batch is for that, in place of --set train_batch_size"),
+        ("zero_optimization.stage=7", "dstool init-config --stage 2"),
+        ("zero_optimization=null", "dstool init-config --stage 2"),
+        ('zero_optimization={"stage": 1}', "dstool init-config --stage 1"),
+        ("optimizer=null", "dstool init-config --optimizer none"),
+        ("optimizer.type=x", "dstool init-config --optimizer AdamW"),
+        ("optimizer.type=SGD", "dstool init-config --optimizer SGD"),
+        ("scheduler.type=OneCycle", "dstool init-config --scheduler OneCycle"),
+        ("fp16=null", "dstool init-config --precision auto"),
+        ("zero_optimization.offload_optimizer.device=nvme", f"{AT_3} --offload-optimizer nvme"),
+        ("zero_optimization.offload_param.device=cpu", f"{AT_3} --offload-param cpu"),
+        ("optimizer.params.lr=1e-4", "dstool init-config --lr 0.0001"),
+        ("optimizer.params=3", "dstool init-config --lr 2e-5"),
+        ("gradient_clipping=x", "dstool init-config --clip 1.0"),
+        ("train_micro_batch_size_per_gpu=4", "dstool init-config --micro-batch 4"),
+        ("gradient_accumulation_steps=1.5", "dstool init-config --accumulation 8"),
+        ("scheduler.params.warmup_num_steps=10", "dstool init-config --warmup 10"),
+        ("train_batch_size=7", "dstool init-config --global-batch 7 --micro-batch 1"),
+        ("a=b", "dstool explain"),
+        ("gradient_cliping=1", "dstool explain gradient_clipping"),
+        ("zero_optimization.overlap_comm=5", "dstool explain zero_optimization.overlap_comm"),
     ],
     ids=str,
 )
-def test_what_cannot_be_set_names_the_option_that_can(word, hint):
+def test_what_cannot_be_set_has_a_command_for_it(word, hint):
     with pytest.raises(ConfigError) as caught:
         init_config(chosen(settings=[word]))
-    assert caught.value.hint.startswith(hint)
+    assert caught.value.hint == hint
     assert contents() == {}
 
 
-def test_the_warm_up_comes_back_with_a_scheduler_that_has_one(caplog):
-    init_config(Options(scheduler="ConstantLR"))
-    assert load(RUN_FILE).config.train.arguments()["warmup_steps"] == 0
-    init_config(Options(), force=True)
-    assert load(RUN_FILE).config.train.arguments()["warmup_steps"] == 0.1
+@pytest.mark.parametrize("scheduler", ["WarmupLR", "WarmupCosineLR", "none"])
+@pytest.mark.parametrize(
+    "before", [["ConstantLR"], ["OneCycle"], ["LRRangeTest"], ["OneCycle", "ConstantLR"]]
+)
+def test_the_warm_up_comes_back_with_a_scheduler_that_has_one(before, scheduler, caplog):
+    for name in before:
+        init_config(Options(scheduler=name), force=True)
+        assert not load(RUN_FILE).config.train.arguments().get("warmup_steps")
+    init_config(Options(scheduler=scheduler), force=True)
+    train = load(RUN_FILE).config.train.arguments()
+    constant = train.get("lr_scheduler_type") == "constant"  # the run file's own, as the JSON has none
+    assert (train.get("warmup_steps") or 0) == (0 if constant else 0.1)
     assert "LR 0" not in caplog.text
+    assert "rate of 0" not in caplog.text
+
+
+@pytest.mark.parametrize("warmup", ["", "  warmup_steps: 7\n"])
+def test_a_run_file_of_its_own_keeps_its_warm_up_and_the_lack_of_one(warmup):
+    Path(RUN_FILE).write_text(f"train:\n  output_dir: mine\n{warmup}deepspeed: ds_config.json\n")
+    for _ in range(2):
+        init_config(Options(), force=True)
+    assert load(RUN_FILE).config.train.arguments().get("warmup_steps") == (7 if warmup else None)
 
 
 def chosen(preset=None, settings=(), **given) -> Options:
@@ -574,11 +642,3 @@ def test_printing_the_json_takes_no_option_about_files():
     with pytest.raises(ConfigError, match="--output - prints the JSON alone, and --model"):
         refuse_files({"model": "m"})
     refuse_files({"model": "m"}, auto=True)
-
-
-@pytest.mark.parametrize("word", ["optimizer.type=SGD", "scheduler.type=OneCycle"])
-def test_a_type_that_is_set_by_hand_has_an_option(word):
-    with pytest.raises(ConfigError) as caught:
-        options_of(None, [word], {})
-    block, name = word.split(".type=")
-    assert caught.value.hint == f"dstool init-config --{block} {name}"

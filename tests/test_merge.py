@@ -277,7 +277,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a config of another type": (
         lambda folder: edit_config(folder, hidden_size="wide"),
-        "the config cannot be loaded",
+        "config.json: its values make no model",
     ),
     "an architecture for no task": (
         lambda folder: edit_config(folder, architectures=["LlamaModel"]),

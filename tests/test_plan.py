@@ -258,7 +258,43 @@ def test_no_weight_is_read(tiny: Callable[..., Path]) -> None:
 def test_a_model_that_is_not_there() -> None:
     with pytest.raises(ModelError, match="nowhere/to/be") as caught:
         plan(load(flags={"model.name": "./nowhere/to/be"}, required=False).config)
-    assert caught.value.hint
+    assert caught.value.hint == "set --model FOLDER_OR_HUB_NAME"
+
+
+NO_HEADS = {"hidden_size": 100, "num_attention_heads": 7}
+
+
+@pytest.mark.parametrize(
+    ("values", "said", "hint"),
+    [
+        ({"model_type": "vit"}, "of type vit, of which Transformers has none for", "name a text model"),
+        (
+            {"model_type": "new9"},
+            f"Transformers {transformers.__version__} knows no",
+            "pip install --upgrade",
+        ),
+        ({}, "has no model_type", "name a folder that"),
+        ([], "has no model_type", "name a folder that"),
+        ({"model_type": "gpt2", "n_embd": -5}, "config.json: its values make no model: ", "correct them"),
+        ({"model_type": "llama", **NO_HEADS}, "config.json: its values make no model: ", "correct them"),
+    ],
+    ids=str,
+)
+def test_a_config_of_no_model_that_can_be_planned(values: Any, said: str, hint: str, here: Path) -> None:
+    (here / "m").mkdir()
+    (here / "m/config.json").write_text(json.dumps(values))
+    config = load(flags={"model.name": str(here / "m"), "model.task": "causal-lm"}, required=False).config
+    with pytest.raises(ModelError) as caught:
+        plan(config)
+    assert said in caught.value.message
+    assert str(caught.value.hint).startswith(hint)
+
+
+def test_sizes_in_the_run_file_that_make_no_model() -> None:
+    with pytest.raises(ModelError, match="its values make no model"):
+        planned({"model_type": "gpt2", "n_embd": -5})
+    with pytest.raises(ModelError, match="knows no model_type new9"):
+        planned({"model_type": "new9"})
 
 
 # --- settings ---------------------------------------------------------------------------------------------

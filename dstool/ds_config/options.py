@@ -111,13 +111,16 @@ def _flag(name: str) -> str:
 def _refuse_numbers(options: Options) -> None:
     for name in _COUNTS:
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{_flag(name)} {value}: must be 1 or more", hint=f"{_flag(name)} 8")
+        if value is not None and not (_is_number(value) and value >= 1 and value == int(value)):
+            words = "must be 1 or more" if _is_number(value) and value < 1 else "must be a whole number"
+            raise ConfigError(f"{_flag(name)} {value}: {words}", hint=f"dstool init-config {_flag(name)} 8")
     for name, example in (("lr", "2e-5"), ("clip", "1.0"), ("warmup", "0.1")):
         value = getattr(options, name)
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            words = "must be 0 or more" if value < 0 else "must be a finite number"
-            raise ConfigError(f"{_flag(name)} {value}: {words}", hint=f"{_flag(name)} {example}")
+        if value is not None and not (_is_number(value) and value >= 0):
+            words = "must be 0 or more" if _is_number(value) else "must be a finite number"
+            raise ConfigError(
+                f"{_flag(name)} {value}: {words}", hint=f"dstool init-config {_flag(name)} {example}"
+            )
     warmup = options.warmup or 0
     if warmup >= 1 and warmup != int(warmup):
         raise ConfigError(
@@ -128,6 +131,10 @@ def _refuse_numbers(options: Options) -> None:
             f"{options.scheduler} follows its own course and has no warm-up",
             hint="leave --warmup out, or choose --scheduler WarmupLR",
         )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _refuse_offload(options: Options) -> None:
