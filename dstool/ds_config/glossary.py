@@ -114,7 +114,7 @@ OPTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 
 # Names that many files have, and DeepSpeed never looks at, with the key that is meant (deepspeed 0.19.8
-# runtime/swap_tensor/aio_config.py; `dstool check` says the same of it).
+# runtime/swap_tensor/aio_config.py).
 MEANT: Final[Mapping[str, str]] = MappingProxyType(
     dict.fromkeys(("thread_count", "aio.thread_count"), "aio.intra_op_parallelism")
 )

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from dstool.ds_config import keys, read
 from dstool.ds_config.build import AUTO
+from dstool.ds_config.glossary import MEANT
 from dstool.ds_config.looks import Look, Raw, Rule, Severity, add, delete, nearest, put, renamed, replace
 from dstool.ds_config.read import show
 from dstool.ds_config.source import Edit
@@ -140,8 +141,6 @@ def _is_off(value: Any) -> bool:
 
 # --- names -------------------------------------------------------------------------------------------------
 
-_THREADS: Final = ("aio", "thread_count")
-
 
 def unknown(look: Look) -> Iterator[Raw]:
     """Keys below the top level that their block does not have."""
@@ -157,7 +156,8 @@ def unknown(look: Look) -> Iterator[Raw]:
                 continue
             if known.unknown == "ignored" and name.startswith(("_", "//")):
                 continue
-            meant[name] = "intra_op_parallelism" if here == _THREADS else nearest(name, names)
+            known_as = MEANT.get(".".join(here), "").rpartition(".")[2]
+            meant[name] = known_as or nearest(name, names)
         for name in meant:
             yield _unknown(look, (*path, name), meant, strict=known.unknown == "error")
 
