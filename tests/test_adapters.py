@@ -329,7 +329,7 @@ def test_an_adapter_of_another_name_lies_in_a_folder_of_that_name(tmp_path: Path
     whole.save_pretrained(tmp_path / "adapter")
     with pytest.raises(CheckpointError) as caught:
         merge(tmp_path / "adapter", tmp_path / "merged")
-    assert caught.value.hint == f"dstool merge --input-dir {tmp_path}/adapter/french"
+    assert caught.value.hint == f"dstool merge --input-dir {tmp_path}/adapter/french --output-dir DIR"
     merge(tmp_path / "adapter/french", tmp_path / "merged", dtype="fp32")
     merged = CAUSAL.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(logits(merged), logits(whole), rtol=0, atol=5e-6)

@@ -687,16 +687,16 @@ def _nothing_in(path: Path) -> CheckpointError:
     if weights := adapter.name if adapter else plain_weights(path):
         return CheckpointError(
             f"{path} holds {weights} and no ZeRO state ({looked}): these are already plain weights",
-            hint="peft loads an adapter as it is" if adapter else f"dstool merge --input-dir {typed(path)}",
+            hint="peft loads an adapter as it is" if adapter else _merge(path),
         )
     inside = sorted((entry for entry in path.iterdir() if is_zero(entry)), key=_natural)
     adapters = sorted(entry for entry in path.iterdir() if entry.is_dir() and adapter_file(entry))
-    others = inside or adapters
+    hint = "name the checkpoint-N folder that the run wrote"
+    if others := inside or adapters:
+        hint = f"dstool consolidate {typed(inside[-1])}" if inside else _merge(adapters[-1])
     also = f"; there is {', '.join(map(str, others))}" if len(others) > 1 else ""
-    command = "dstool consolidate" if inside else "dstool merge --input-dir"
-    return CheckpointError(
-        f"no ZeRO checkpoint in {path}: looked for {looked}{also}",
-        hint=f"{command} {typed(others[-1])}"
-        if others
-        else "name the checkpoint-N folder that the run wrote",
-    )
+    return CheckpointError(f"no ZeRO checkpoint in {path}: looked for {looked}{also}", hint=hint)
+
+
+def _merge(folder: Path) -> str:
+    return f"dstool merge --input-dir {typed(folder)} --output-dir DIR"

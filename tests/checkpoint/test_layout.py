@@ -99,7 +99,7 @@ def test_k25_plain_weights_need_no_consolidation(tmp_path: Path, inside: str) ->
     (folder / "model.safetensors").write_bytes(b"")
     error = refusal(tmp_path)
     assert "already plain weights" in error.message
-    assert error.hint == f"dstool merge --input-dir {folder}"
+    assert error.hint == f"dstool merge --input-dir {folder} --output-dir DIR"
 
 
 def test_latest_is_missing(run: Path) -> None:
