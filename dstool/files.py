@@ -191,6 +191,7 @@ def new_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
             with _locked(temporary):
                 yield temporary
             _settle(temporary)
+            refuse_existing(target, force=force)  # another process may have been sooner
             _replace(temporary, target)
         except BaseException:
             _remove(temporary)

@@ -372,3 +372,11 @@ def test_what_force_would_not_replace_is_not_said_to_be_overwritten_by_it():
         with pytest.raises(ConfigError) as caught:
             refuse_replacing(Path(name), (), force=False)
         assert "--force" not in str(caught.value.hint)
+
+
+def test_who_comes_second_to_a_free_name_replaces_nothing():
+    with pytest.raises(ConfigError, match="out exists"), new_folder(Path("out")) as second:
+        (second / "a.txt").write_text("second")
+        with new_folder(Path("out")) as first:
+            (first / "a.txt").write_text("first")
+    assert tree() == {"out": None, "out/a.txt": "first"}
