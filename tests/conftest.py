@@ -21,6 +21,10 @@ import pytest
 hypothesis.settings.register_profile("steady", derandomize=True, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
+# A job in the background ignores Ctrl-C and a hang-up, and so would all that the tests start and end.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 BIN = Path(sys.executable).parent
 TEXTS = (
     "a splendid lamp and a warm light",
